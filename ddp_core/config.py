@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ddp_core.catalog import BUILTIN_MODELS, DATASETS, SUGGESTED_MODELS, is_model_name
+from ddp_core.catalog import BUILTIN_MODELS, SUGGESTED_MODELS, is_model_name
 from ddp_core.errors import UserError
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -255,6 +255,8 @@ def field_errors(error: ValidationError) -> dict[str, str]:
             text = f"unknown field{_nearest(key, _fields_of(section), section)}"
         elif item["type"] == "value_error":
             text = str(item["ctx"]["error"])
+        elif item["type"] == "model_type":
+            text = f"must be a section with fields of its own, not {_short(item['input'])}"
         elif item["type"] in ("literal_error", "int_type", "tuple_type") and field == "launch.gpus":
             text = "must be auto, none, or a list of GPU indices or UUIDs such as [0, 1]"
         else:
@@ -366,6 +368,13 @@ def _kind(value: Any) -> str:
     return {list: "a list", str: "text", int: "a number", float: "a number"}.get(type(value), type(value).__name__)
 
 
-def dataset_summaries() -> dict[str, str]:
-    """Each data set's name and its one-line summary."""
-    return {name: facts.summary for name, facts in DATASETS.items()}
+def describe_fields() -> list[str]:
+    """One line per field: its dotted name, its default and its description, for ``ddp launch --help``."""
+    sections: list[tuple[str, type[BaseModel]]] = [("", RunConfig), *((f"{n}.", m) for n, m in _sections().items())]
+    return [
+        f"{prefix}{name} [{'none' if field.default is None else field.get_default(call_default_factory=True)}]\n"
+        f"  {field.description}"
+        for prefix, model in sections
+        for name, field in model.model_fields.items()
+        if prefix or name not in _sections()
+    ]

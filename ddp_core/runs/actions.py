@@ -1,0 +1,151 @@
+"""What one can do to a run: launch it, stop it, keep it supervised. Idempotent, from anywhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+from ddp_core.config import RunConfig, to_yaml
+from ddp_core.errors import UserError
+from ddp_core.runs import processes
+from ddp_core.runs.preflight import preflight
+from ddp_core.runs.state import RunState, RunStatus, write_json, write_state
+from ddp_core.runs.store import RunDir, Store
+
+_STARTING_S = 10.0  # how long a supervisor that was just started may take to sign in
+_INTENT = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def launch(config: RunConfig, store: Store, *, intent: str | None = None) -> RunDir:
+    """Create a run and start its supervisor, detached from this process.
+
+    Args:
+        config: What to launch; its snapshot goes into the run's directory.
+        store: Where to.
+        intent: A token for one intent of one person. The same token gives the same run, however
+            many clicks, reruns or tabs carry it here.
+
+    Raises:
+        UserError: If the run cannot work on this machine, or the store cannot be written.
+    """
+    if intent is not None and not _INTENT.fullmatch(intent):
+        raise UserError("the launch token is not one of ours; open the launch page again")
+    marker = store.root / ".intents" / intent if intent else None
+    if marker is not None and (earlier := _earlier_run(marker, store)) is not None:
+        return earlier
+    for finding in preflight(config):
+        if finding["level"] == "error":
+            raise UserError(finding["message"], field=finding["field"])
+    with store.locked():
+        if marker is not None and (earlier := _earlier_run(marker, store)) is not None:
+            return earlier
+        try:
+            run = store.create(config.name)
+            run.config_file.write_text(to_yaml(config), encoding="utf-8")
+            now = time.time()
+            state = RunState(
+                id=run.id,
+                since=now,
+                created=now,
+                nproc_per_node=config.launch.nproc_per_node,
+                mark=uuid.uuid4().hex,
+                stage="starting the supervisor",
+            )
+            write_state(run.state_file, state)
+            if marker is not None:
+                marker.parent.mkdir(exist_ok=True)
+                marker.write_text(run.id)
+        except OSError as error:
+            raise UserError(f"the store {store.root} cannot be written: {error.strerror}") from None
+        _start_supervisor(run)
+    return run
+
+
+def stop(run: RunDir, grace_s: float | None = None, *, wait: bool = False) -> None:
+    """Record the intent to stop; the run's supervisor carries it out.
+
+    Stopping a run that has ended does nothing; stopping one that is stopping can only shorten the grace.
+
+    Args:
+        run: The run.
+        grace_s: Seconds to let it end by itself; default: the run's own ``stop_grace_s``.
+        wait: Return only when the run has ended.
+
+    Raises:
+        UserError: If the intent cannot be written, or the run's state cannot be read.
+    """
+    state = ensure_supervised(run)
+    if state.state.ended:
+        return
+    if grace_s is not None or not run.stop_file.exists():
+        request: dict[str, float] = {"ts": time.time()}
+        if grace_s is not None:
+            request["grace_s"] = grace_s
+        try:
+            write_json(run.stop_file, request)
+        except OSError as error:
+            raise UserError(f"the stop of {run.id} cannot be recorded in {run.path}: {error.strerror}") from None
+    while wait and not ensure_supervised(run).state.ended:
+        time.sleep(0.05)
+
+
+def ensure_supervised(run: RunDir) -> RunState:
+    """Read a run's state and give an unfinished run a supervisor if its own is dead.
+
+    The new supervisor adopts what is alive, or records that nothing is; a lock in the run's
+    directory makes sure that there is only one, whoever else looks at the same time.
+    """
+    state = run.state()
+    if state.state.ended or processes.alive(state.supervisor):
+        return state
+    # A supervisor that is starting has not signed in yet; its lock file tells when it was started.
+    newest = max(state.created, _mtime(run.lock_file))
+    if time.time() - newest < _STARTING_S:
+        return state
+    try:
+        run.lock_file.touch()
+    except OSError:
+        return state.model_copy(update={"state": RunStatus.LOST, "reason": "its supervisor is gone"})
+    _start_supervisor(run)
+    return state
+
+
+def _start_supervisor(run: RunDir) -> None:
+    with Path(run.path / "supervisor.log").open("ab") as log:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-m", "ddp_core.runs.supervisor", str(run.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": _python_path()},
+        )
+    # A dashboard outlives the supervisors it starts and must not keep them as zombies.
+    threading.Thread(target=supervisor.wait, name=f"wait for {run.id}", daemon=True).start()
+
+
+def _python_path() -> str:
+    """Let the supervisor and the ranks import this package when it is not installed, only checked out."""
+    root = str(Path(__file__).resolve().parents[2])
+    inherited = os.environ.get("PYTHONPATH", "")
+    return inherited if root in inherited.split(os.pathsep) else os.pathsep.join(filter(None, [root, inherited]))
+
+
+def _earlier_run(marker: Path, store: Store) -> RunDir | None:
+    try:
+        return store.run(marker.read_text().strip())
+    except (OSError, UserError):
+        return None
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

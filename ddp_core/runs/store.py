@@ -1,0 +1,179 @@
+"""The store, a folder of run directories, and the layout of one of them.
+
+The run directory is the database: everything any part of this project knows about a run is read
+from there, so a dashboard, a command line and a script may all look at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_core import config as config_module
+from ddp_core.config import RunConfig
+from ddp_core.errors import UserError
+from ddp_core.runs.state import RunState, read_state
+
+_RUN_ID = re.compile(r"(?P<name>.+)-(?P<number>[1-9][0-9]*)")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run's directory; the methods say where things are, nothing here keeps state.
+
+    Attributes:
+        path: Absolute path of the directory.
+    """
+
+    path: Path
+
+    @property
+    def id(self) -> str:
+        """The run's id, which is its directory's name, such as ``digits-1``."""
+        return self.path.name
+
+    @property
+    def config_file(self) -> Path:
+        """The RunConfig as launched; never changes afterwards."""
+        return self.path / "config.yaml"
+
+    @property
+    def state_file(self) -> Path:
+        """Written by the supervisor only, by write and rename."""
+        return self.path / "state.json"
+
+    @property
+    def events_file(self) -> Path:
+        """What happened, in order, one JSON object a line."""
+        return self.path / "events.jsonl"
+
+    @property
+    def hardware_file(self) -> Path:
+        """GPU and host samples, one JSON object a line."""
+        return self.path / "hardware.jsonl"
+
+    @property
+    def stop_file(self) -> Path:
+        """The intent to stop, recorded before the first signal."""
+        return self.path / "stop.json"
+
+    @property
+    def lock_file(self) -> Path:
+        """Locked by the run's one supervisor for as long as it lives."""
+        return self.path / "supervisor.lock"
+
+    @property
+    def logs_dir(self) -> Path:
+        """Torchrun's log folder."""
+        return self.path / "logs"
+
+    @property
+    def agent_log(self) -> Path:
+        """Standard output and error of torchrun itself."""
+        return self.path / "agent.log"
+
+    def config(self) -> RunConfig:
+        """Read the snapshot of the config; UserError if it is missing or damaged."""
+        return config_module.load(self.config_file)
+
+    def state(self) -> RunState:
+        """Read the recorded state; UserError if it is missing or damaged."""
+        return read_state(self.state_file)
+
+    def attempts(self) -> list[int]:
+        """Attempts that have a metrics folder, in order."""
+        return sorted(
+            int(entry.name.removeprefix("attempt_"))
+            for entry in (self.path / "metrics").glob("attempt_*")
+            if entry.name.removeprefix("attempt_").isdigit()
+        )
+
+    def rank_log(self, attempt: int, rank: int) -> Path:
+        """The metrics file of one rank in one attempt."""
+        return self.path / "metrics" / f"attempt_{attempt}" / f"rank_{rank}.jsonl"
+
+    def rank_logs(self, attempt: int) -> dict[int, Path]:
+        """The metrics files of an attempt that are there, by rank."""
+        folder = self.path / "metrics" / f"attempt_{attempt}"
+        found = {int(p.stem.removeprefix("rank_")): p for p in folder.glob("rank_*.jsonl") if p.stem[5:].isdigit()}
+        return dict(sorted(found.items()))
+
+    def output_file(self, attempt: int, local_rank: int, name: str) -> Path | None:
+        """One file torchrun keeps for a rank: ``stdout.log``, ``stderr.log`` or ``error.json``.
+
+        torchrun puts a random part into the folder's name, so the file is looked up; with several
+        candidates (the run was launched again in the same directory) the newest counts.
+        """
+        found = list(self.logs_dir.glob(f"*/attempt_{attempt}/{local_rank}/{name}"))
+        return max(found, key=lambda p: p.stat().st_mtime, default=None)
+
+    def checkpoints(self) -> list[Path]:
+        """Whole checkpoints, oldest first."""
+        found = [p for p in self.path.glob("model_epoch*.pth") if p.stem.removeprefix("model_epoch").isdigit()]
+        return sorted(found, key=lambda p: int(p.stem.removeprefix("model_epoch")))
+
+
+class Store:
+    """A folder of run directories.
+
+    Args:
+        root: The folder; default ``$DDP_STORE``, else ``experiments`` under the current folder.
+    """
+
+    def __init__(self, root: Path | str | None = None) -> None:
+        self.root = Path(root or os.environ.get("DDP_STORE") or "experiments").expanduser().absolute()
+
+    def run(self, run_id: str) -> RunDir:
+        """Find a run; UserError if there is none of that id."""
+        path = self.root / run_id
+        # An id comes from an address bar: it must not lead out of the store.
+        if "/" in run_id or run_id in ("", ".", "..") or not path.is_dir():
+            raise UserError(f"there is no run {run_id!r} in {self.root}")
+        return RunDir(path)
+
+    def runs(self) -> list[RunDir]:
+        """All run directories, in no order. A folder without a config is not a run."""
+        try:
+            with os.scandir(self.root) as entries:
+                found = [Path(e.path) for e in entries if not e.name.startswith(".") and e.is_dir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UserError(f"the store {self.root} cannot be read: {error.strerror}") from None
+        return [RunDir(path) for path in found if (path / "config.yaml").exists()]
+
+    def create(self, name: str) -> RunDir:
+        """Make the next directory of that name: ``name-1``, ``name-2``, …; call under :meth:`locked`."""
+        numbers = [
+            int(match["number"])
+            for entry in self.root.iterdir()
+            if (match := _RUN_ID.fullmatch(entry.name)) and match["name"] == name
+        ]
+        path = self.root / f"{name}-{max(numbers, default=0) + 1}"
+        path.mkdir()
+        return RunDir(path)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the store's lock: launches from tabs, reruns and the command line happen one by one.
+
+        Raises:
+            UserError: If the store cannot be written.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UserError(
+                f"the store {self.root} cannot be written ({error.strerror}); choose another with --store or DDP_STORE"
+            ) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
