@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
 from ddp_core import cli_output as out
@@ -23,7 +22,7 @@ app = typer.Typer(
     help="Launch, watch and stop PyTorch DistributedDataParallel runs.",
     rich_markup_mode=None,
     add_completion=False,
-    no_args_is_help=True,
+    pretty_exceptions_enable=False,
 )
 
 StoreOption = Annotated[
@@ -175,16 +174,16 @@ def _progress(run: RunDir) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Run the command: exit code 0 done, 1 the run failed, 2 bad usage or config in one line on stderr."""
     try:
-        code = app(standalone_mode=False)
+        # With nothing to do, say what there is to do.
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except UserError as error:
         code = _refuse(str(error))
-    except click.exceptions.NoArgsIsHelpError as error:
-        code = _refuse(error.format_message())
-    except click.ClickException as error:
-        code = _refuse(error.format_message())
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("interrupted; a launched run goes on by itself, `ddp stop RUN` ends it", file=sys.stderr)
         code = 130
+    except typer.TyperException as error:
+        # Bad usage. Its own text may add a usage line and a hint; the first line says what was wrong.
+        code = _refuse(error.format_message())
     except BrokenPipeError:
         code = 0  # the reader, such as head, has seen enough
         sys.stdout = None  # nothing is left to flush it to
