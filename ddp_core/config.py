@@ -133,7 +133,7 @@ class TrainingConfig(_Section):
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """The optimizer: sgd (with Nesterov momentum 0.9) or adamw."""
 
-    lr: Annotated[float, Field(gt=0, le=100)] = 0.02
+    lr: Annotated[float, Field(gt=0, le=100)] = 0.003
     """Learning rate, for the effective batch as it is; it is not scaled by the number of processes."""
 
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 5e-4

@@ -48,7 +48,7 @@ def show(run: RunDir) -> dict[str, Any]:
         "pids": {
             "supervisor": state.supervisor.pid if state.supervisor else None,
             "agent": state.agent.pid if state.agent else None,
-            "ranks": {str(rank): process.pid for rank, process in state.ranks.items()},
+            "ranks": {str(rank): process.pid for rank, process in sorted(state.ranks.items())},
         },
         "gpus": list(state.gpus),
         "nproc_per_node": nproc,

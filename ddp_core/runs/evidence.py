@@ -121,10 +121,13 @@ def find_failure(run: RunDir, attempt: int, nproc: int, exit_code: int | None) -
         tail = _text_tail(run.agent_log)
         last = next((line for line in reversed(tail.splitlines()) if line.strip()), "")
         said = f": {last.strip()}" if last else ""
+        killed = exit_code is not None and exit_code < 0
         return {
             "rank": None,
             "kind": "agent",
-            "message": f"torchrun ended with {exit_words(exit_code)} and no rank said why{said}",
+            "message": f"torchrun itself was ended by {exit_words(exit_code)}; the ranks it left behind were stopped"
+            if killed
+            else f"torchrun ended with {exit_words(exit_code)} and no rank said why{said}",
             "traceback": tail or None,
             "victims": [],
         }

@@ -42,7 +42,10 @@ def resolve(wanted: Sequence[int | str], found: Report) -> list[str]:
     """
     if found["error"]:
         raise UserError(f"GPUs {_listed(wanted)} cannot be looked up: {found['error']}", field="launch.gpus")
-    by_key: dict[int | str, GpuSample] = {**{g["index"]: g for g in found["gpus"]}, **{g["uuid"]: g for g in found["gpus"]}}
+    by_key: dict[int | str, GpuSample] = {
+        **{g["index"]: g for g in found["gpus"]},
+        **{g["uuid"]: g for g in found["gpus"]},
+    }
     uuids: list[str] = []
     for key in wanted:
         gpu = by_key.get(key)

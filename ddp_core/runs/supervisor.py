@@ -239,7 +239,8 @@ class Supervisor:
         elif exit_code == 0 or outcomes == {"finished"}:
             after = f", then torchrun ended with {evidence.exit_words(exit_code)}" if exit_code else ""
             self.recorder.move(RunStatus.FINISHED, reason=f"training finished{after}", **known)
-        elif outcomes == {"stopped"}:
+        elif outcomes == {"stopped"} and exit_code is not None and exit_code > 0:
+            # torchrun itself was asked to end, passed that on and then left with its usual 1.
             self.recorder.move(RunStatus.STOPPING, stage="")
             self.recorder.move(RunStatus.STOPPED, reason="stopped by a signal from outside", stop=proof, **known)
         elif exit_code is None and "failed" not in outcomes and not (self.shutdown and self.shutdown.ended_pids):
