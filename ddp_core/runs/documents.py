@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 from ddp_core.errors import UserError
@@ -107,16 +108,17 @@ def duration(state: RunState) -> float | None:
 
 def checkpoints(run: RunDir, attempt: int) -> list[dict[str, Any]]:
     """The checkpoints that are there, oldest first: ``{"path", "epoch", "step", "size"}`` (bytes)."""
-    steps: dict[int, int] = {}
-    for tried in range(attempt + 1):
-        for record in evidence.tail_records(run.rank_log(tried, 0), 1 << 20):
-            if record.get("event") == "checkpoint" and isinstance(record.get("epoch"), int):
-                steps[record["epoch"]] = record.get("step", 0)
+    steps = {
+        Path(str(record.get("path"))).name: record.get("step")
+        for tried in range(attempt + 1)
+        for record in evidence.tail_records(run.rank_log(tried, 0), 1 << 20)
+        if record.get("event") == "checkpoint"
+    }
     found = []
-    for path in run.checkpoints():
-        epoch = int(path.stem.removeprefix("model_epoch"))
+    for epoch, mid_step, path in run.checkpoints():
+        step = mid_step if mid_step is not None else steps.get(path.name)
         try:
-            found.append({"path": str(path), "epoch": epoch, "step": steps.get(epoch), "size": path.stat().st_size})
+            found.append({"path": str(path), "epoch": epoch, "step": step, "size": path.stat().st_size})
         except OSError:
             continue  # rotated away while we looked
     return found

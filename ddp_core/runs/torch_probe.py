@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import orjson
@@ -14,6 +15,9 @@ import orjson
 from ddp_core.runs import leases
 from ddp_core.runs.processes import boot_id
 from ddp_core.runs.state import write_json
+
+# Whoever asks while torch is being asked already waits for that answer.
+_ONE_AT_A_TIME = threading.Lock()
 
 _SCRIPT = """
 import json, warnings
@@ -38,6 +42,11 @@ def probe(driver: str) -> dict[str, Any]:
     Returns:
         ``{"torch": version, "cuda": version or None, "count": usable GPUs, "why": str}``.
     """
+    with _ONE_AT_A_TIME:
+        return _probe(driver)
+
+
+def _probe(driver: str) -> dict[str, Any]:
     facts = (sys.executable, importlib.metadata.version("torch"), driver, boot_id())
     remembered = leases.folder() / f"torch-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
     try:
