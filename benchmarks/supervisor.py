@@ -52,9 +52,8 @@ def main() -> None:
             subprocess.run([sys.executable, "-m", "ddp_core.cli", "stop", "digits-1"], env=env, check=True)
     print(f"{'':<22}{'supervisor':>12}{'one rank':>12}{'ratio':>10}")
     print(f"{'resident memory, MB':<22}{memory / 1e6:>12.1f}{rank_memory / 1e6:>12.1f}{memory / rank_memory:>10.3f}")
-    print(
-        f"{'CPU, % of a core':<22}{100 * used / seconds:>12.2f}{100 * rank_used / seconds:>12.2f}{used / rank_used:>10.4f}"
-    )
+    share, rank_share = 100 * used / seconds, 100 * rank_used / seconds
+    print(f"{'CPU, % of a core':<22}{share:>12.2f}{rank_share:>12.2f}{share / rank_share:>10.4f}")
 
 
 if __name__ == "__main__":

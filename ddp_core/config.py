@@ -152,7 +152,7 @@ class TrainingConfig(_Section):
     """Number of made-up training images of the synthetic data set; a tenth as many again for validation."""
 
     keep_checkpoints: Annotated[int, Field(ge=1, le=10_000)] = 3
-    """How many of the newest checkpoints to keep. One is written after every epoch."""
+    """How many of the newest checkpoints to keep. Epochs get one each, unless they are too quick for it."""
 
     @field_validator("model")
     @classmethod

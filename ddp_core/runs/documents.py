@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ddp_core.checkpoint_files import checkpoint_files
 from ddp_core.errors import UserError
 from ddp_core.runs import evidence
 from ddp_core.runs.actions import ensure_supervised
@@ -115,7 +116,7 @@ def checkpoints(run: RunDir, attempt: int) -> list[dict[str, Any]]:
         if record.get("event") == "checkpoint"
     }
     found = []
-    for epoch, mid_step, path in run.checkpoints():
+    for epoch, mid_step, path in checkpoint_files(run.path):
         step = mid_step if mid_step is not None else steps.get(path.name)
         try:
             found.append({"path": str(path), "epoch": epoch, "step": step, "size": path.stat().st_size})

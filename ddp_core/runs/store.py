@@ -19,7 +19,6 @@ from ddp_core.config import RunConfig
 from ddp_core.errors import UserError
 from ddp_core.runs.state import RunState, read_state
 
-_CHECKPOINT = re.compile(r"model_epoch(?P<epoch>\d+)(_step(?P<step>\d+))?\.pth")
 _RUN_ID = re.compile(r"(?P<name>.+)-(?P<number>[1-9][0-9]*)")
 
 
@@ -112,15 +111,6 @@ class RunDir:
         """
         found = list(self.logs_dir.glob(f"*/attempt_{attempt}/{local_rank}/{name}"))
         return max(found, key=lambda p: p.stat().st_mtime, default=None)
-
-    def checkpoints(self) -> list[tuple[int, int | None, Path]]:
-        """Whole checkpoints, oldest first: ``(epoch, step, path)``; step is None for the end of the epoch."""
-        found = [
-            (int(match["epoch"]), int(match["step"]) if match["step"] else None, path)
-            for path in self.path.glob("model_epoch*.pth")
-            if (match := _CHECKPOINT.fullmatch(path.name))
-        ]
-        return sorted(found, key=lambda c: (c[0], c[1] is None, c[1] or 0))
 
 
 class Store:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 import zipfile
 from dataclasses import asdict, dataclass, replace
@@ -14,12 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddp_core.checkpoint_files import checkpoint_files, checkpoint_name
 from ddp_core.config import RunConfig
 from ddp_core.errors import UserError
 from ddp_core.telemetry.rank_log import RankLog
 from ddp_core.training.distributed import World
-
-_NAME = re.compile(r"model_epoch(\d+)(?:_step(\d+))?\.pth")
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ class Checkpoints:
             "config": self._config.model_dump(mode="json"),
             "torch": str(torch.__version__),  # a class of its own, which weights_only would refuse,
         }
-        name = f"model_epoch{at.epoch}.pth" if at.epoch_done else f"model_epoch{at.epoch}_step{at.step}.pth"
+        name = checkpoint_name(at.epoch, None if at.epoch_done else at.step)
         began = time.monotonic()
         try:
             write_atomically(self._dir / name, state)
@@ -156,7 +154,7 @@ class Checkpoints:
     def _newest_whole(self) -> str | None:
         for leftover in self._dir.glob(".model_epoch*.tmp"):  # of a rank that was killed while writing
             leftover.unlink(missing_ok=True)
-        for path in reversed(checkpoints_in(self._dir)):
+        for path in (file.path for file in reversed(checkpoint_files(self._dir))):
             problem = damage(path)
             if problem is None:
                 _link_latest(self._dir, path.name)
@@ -165,18 +163,8 @@ class Checkpoints:
         return None
 
     def _remove_old(self) -> None:
-        for path in checkpoints_in(self._dir)[: -self._config.training.keep_checkpoints]:
-            path.unlink(missing_ok=True)
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """List a run's checkpoints, the oldest first."""
-    found = []
-    for path in folder.glob("model_epoch*.pth"):
-        if match := _NAME.fullmatch(path.name):
-            epoch, step = match.groups()
-            found.append((int(epoch), float(step or "inf"), path))
-    return [path for *_, path in sorted(found)]
+        for file in checkpoint_files(self._dir)[: -self._config.training.keep_checkpoints]:
+            file.path.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, state: Any) -> None:

@@ -84,7 +84,6 @@ def train(here: RankEnvironment, log: RankLog, stop: StopFlag) -> Literal["finis
                     break
             steps.flush()
 
-            share_buffers(model, world)
             result = None if stopped else evaluate(model, validation, world, stop)
             if result is None:
                 checkpoints.save(at, always=True)
@@ -113,6 +112,7 @@ def evaluate(
     Returns:
         Mean loss, accuracy from 0 to 1 and the number of samples counted, the same on every rank; None if stopped.
     """
+    share_buffers(model, world)  # or each rank would measure another model
     model.eval()
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     correct = torch.zeros((), dtype=torch.int64, device=world.device)

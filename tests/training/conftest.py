@@ -91,7 +91,7 @@ def in_ranks():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.training.ranks"])
 
-    def run(function, nproc: int, *args, missing: int = 0) -> list:
+    def run(function, nproc: int, *args, missing: int = 0, environ_of_all: dict[str, str] | None = None) -> list:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
@@ -100,7 +100,7 @@ def in_ranks():
         for rank in range(nproc):
             environ = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
             environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DDP_RUN_DIR": "unused"}
-            environ = {name: str(value) for name, value in environ.items()}
+            environ = {name: str(value) for name, value in (environ | (environ_of_all or {})).items()}
             process = context.Process(target=ranks.run_rank, args=(function, environ, results, args))
             process.start()
             processes.append(process)

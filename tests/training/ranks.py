@@ -266,3 +266,27 @@ def save_epochs(run_dir, epochs):
         checkpoints = Checkpoints(run_dir, config, model=model, optimizer=optimizer, world=world, log=log)
         for epoch in range(1, epochs + 1):
             checkpoints.save(Position(epoch=epoch, step=epoch, epoch_done=True), always=True)
+
+
+def join_late(late_rank):
+    """Join the process group, one rank after the others have looked for it."""
+    import time
+
+    if here().rank == late_rank:
+        time.sleep(1)
+    with process_group(here(), CPU) as world:
+        return world.sum([1.0])
+
+
+def validate_with_statistics_of_its_own():
+    """Each rank has running statistics of its own; what they measure, and what rank 0's model gives alone."""
+    with process_group(here(), CPU) as world:
+        data = Data(SyntheticImages(8, (1, 4, 4), 0), SyntheticImages(31, (1, 4, 4), 0), (1, 4, 4), 10)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(16, 10))
+        images, labels = next(iter(DataLoader(data.val, batch_size=31)))
+        model.eval()
+        alone = nn.functional.cross_entropy(model(images), labels).item()
+        model[0].running_mean += 5.0 * world.rank
+        result = loop.evaluate(model, val_loader(data, TrainingConfig(), world), world, Flag())
+        return result[0], alone

@@ -3,7 +3,8 @@ import os
 import pytest
 import torch
 
-from ddp_core.training.checkpoint import Position, checkpoints_in, damage, read, write_atomically
+from ddp_core.checkpoint_files import checkpoint_files
+from ddp_core.training.checkpoint import Position, damage, read, write_atomically
 from tests.training import ranks
 from tests.training.conftest import events, make_run
 
@@ -74,13 +75,13 @@ def test_checkpoints_are_ordered_by_progress_not_by_name(tmp_path):
     names = ["model_epoch10.pth", "model_epoch2.pth", "model_epoch2_step9.pth", "model_epoch2_step11.pth"]
     for name in [*names, "model_epochX.pth", ".model_epoch3.pth.tmp"]:
         (tmp_path / name).touch()
-    assert [p.name for p in checkpoints_in(tmp_path)] == [names[2], names[3], names[1], names[0]]
+    assert [file.path.name for file in checkpoint_files(tmp_path)] == [names[2], names[3], names[1], names[0]]
 
 
 def test_only_the_newest_checkpoints_are_kept(in_ranks, tmp_path):
     run_dir = make_run(tmp_path / "run", "keep_checkpoints=2")
     in_ranks(ranks.save_epochs, 2, run_dir, 4)
-    assert [p.name for p in checkpoints_in(run_dir)] == ["model_epoch3.pth", "model_epoch4.pth"]
+    assert [file.path.name for file in checkpoint_files(run_dir)] == ["model_epoch3.pth", "model_epoch4.pth"]
     assert (run_dir / "latest").readlink().name == "model_epoch4.pth"
     assert [c["epoch"] for c in events(run_dir, 0, "checkpoint")] == [1, 2, 3, 4]
 

@@ -31,6 +31,11 @@ def test_validation_counts_each_sample_once_on_any_size(in_ranks):
             assert accuracy == pytest.approx(counts[size]["accuracy"], abs=1e-9)
 
 
+def test_validation_measures_rank_zeros_model_on_every_rank(in_ranks):
+    for measured, alone in in_ranks(ranks.validate_with_statistics_of_its_own, 2):
+        assert measured == pytest.approx(alone, rel=1e-5)
+
+
 def test_a_stop_on_one_rank_ends_validation_on_all(in_ranks):
     assert in_ranks(ranks.validate_while_stopping, 2) == [None, None]
 
@@ -68,6 +73,15 @@ def test_a_rank_that_raises_leaves_at_once_and_does_not_let_others_hang(in_ranks
 
 def test_a_rank_that_left_during_a_stop_is_not_a_failure_of_the_others(in_ranks):
     assert in_ranks(ranks.late_to_be_ready, 3, 1, missing=1) == [False, None, False]
+
+
+def test_a_new_attempt_does_not_look_for_the_ranks_of_the_last_one(in_ranks):
+    """torchrun serves one store for all attempts; in it are the addresses of ranks that are gone."""
+    agents = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = {"MASTER_PORT": str(agents.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for attempt in ("0", "1"):
+        results = in_ranks(ranks.join_late, 2, 1, environ_of_all=environ | {"TORCHELASTIC_RESTART_COUNT": attempt})
+        assert results == [[2.0], [2.0]]
 
 
 def test_device_cpu_is_cpu():
