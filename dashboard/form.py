@@ -181,7 +181,7 @@ def read(values: Mapping[str, Any]) -> tuple[RunConfig | None, dict[str, str]]:
         config = RunConfig.model_validate(nested)
     except ValidationError as error:
         problems = {_field_at_fault(name, text): text for name, text in config_module.field_errors(error).items()}
-        return None, problems | {name: "cannot be empty" for name in empty}
+        return None, problems | dict.fromkeys(empty, "cannot be empty")
     return config, {}
 
 

@@ -116,6 +116,7 @@ class RunFeed:
         if run is not None and self.run is None:
             self.run = run
             self.read = False
+            self.logs = {}
             self.nonce = secrets.token_hex(4)
             self.series = RunSeries(run.path)
             self.hardware = HardwareSeries(run.path)

@@ -10,13 +10,12 @@ from ddp_core import runs
 
 st.html('<div class="page-title"><h1>GPUs of this machine</h1></div>')
 panels.machine()
-if runs.gpus_document()["gpus"]:
-    with st.container(key="gpu_charts"):
-        for field, title in (
-            ("busy", "Busy"),
-            ("memory_used", "Memory"),
-            ("power_w", "Power"),
-            ("temperature_c", "Temperature"),
-        ):
-            live_chart(None, field, key=f"machine_{field}", title=title)
+with st.container(key="hardware_charts"):
+    if runs.gpus_document()["gpus"]:
+        live_chart(None, "busy", key="machine_busy", title="Busy")
+        live_chart(None, "memory_used", key="machine_memory", title="Memory")
+        live_chart(None, "power_w", key="machine_power", title="Power")
+        live_chart(None, "temperature_c", key="machine_temperature", title="Temperature")
+    live_chart(None, "cpu", key="machine_cpu", title="Host CPU")
+    live_chart(None, "memory_used", key="machine_host_memory", title="Host memory", kind="host")
 panels.connection()

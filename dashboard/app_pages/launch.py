@@ -20,7 +20,6 @@ from ddp_core.errors import UserError
 
 STATE = st.session_state
 STORE = runs.Store()
-PREFIX = "launch."
 # A second click of a double click can arrive when the run's page is already showing.
 DOUBLE_CLICK_S = 3.0
 DRAFTS_KEPT = 200
@@ -38,10 +37,22 @@ def machine_gpus() -> dict[str, Any]:
     return runs.gpus_document()
 
 
+def widget(name: str) -> str:
+    """Key of a value's widget in the form as it was filled last."""
+    return f"launch_{STATE['launch_form_number']}.{name}"
+
+
 def put(values: dict[str, Any]) -> None:
-    """Show these values in the form."""
-    for key, value in values.items():
-        STATE[PREFIX + key] = value
+    """Show these values in the form.
+
+    All widgets are new ones then: what the browser still sends of the old ones comes too late to count.
+    """
+    number = STATE.setdefault("launch_form_number", 0)
+    for name in values:
+        STATE.pop(widget(name), None)
+    STATE["launch_form_number"] = number + 1
+    for name, value in values.items():
+        STATE[widget(name)] = value
 
 
 def shown(key: str) -> str:
@@ -100,7 +111,7 @@ def current_values(token: str) -> dict[str, Any]:
     draft = drafts().setdefault(token, form.fill(RunConfig()))
     for key in draft:
         # Streamlit forgets a widget's value when it was not shown in a run.
-        draft[key] = STATE.setdefault(PREFIX + key, draft[key])
+        draft[key] = STATE.setdefault(widget(key), draft[key])
     drafts().move_to_end(token)
     while len(drafts()) > DRAFTS_KEPT:
         drafts().popitem(last=False)
@@ -119,14 +130,21 @@ def show_yaml(text: str) -> None:
     """Put a text into the YAML tab in place of what is there."""
     STATE["launch_yaml_number"] = STATE.get("launch_yaml_number", 0) + 1
     STATE["launch_yaml_problem"] = None
-    STATE[yaml_key()] = text
+    STATE[yaml_key()] = STATE["launch_yaml_kept"] = text
 
 
-def apply_yaml(key: str, source: str = "the YAML") -> None:
+def apply_yaml(key: str) -> None:
     """Fill the form from the text, or say what is wrong with it and keep it."""
-    STATE["launch_yaml_kept"] = STATE[key]
+    # A text that is gone, or that did not change, is an echo: the browser sends what it still holds.
+    if key == yaml_key() and STATE[key] != STATE.get("launch_yaml_kept"):
+        STATE["launch_yaml_kept"] = STATE[key]
+        fill_from(STATE[key], "the YAML")
+
+
+def fill_from(text: str, source: str) -> None:
+    """Fill the form from YAML, or remember what is wrong with it."""
     try:
-        config = config_module.from_yaml(STATE[key], source=source)
+        config = config_module.from_yaml(text, source=source)
     except UserError as error:
         STATE["launch_yaml_problem"] = str(error)
     else:
@@ -144,7 +162,7 @@ def take_upload() -> None:
     except UnicodeDecodeError:
         STATE["launch_yaml_problem"] = f"{file.name} is not a text file"
         return
-    apply_yaml(yaml_key(), file.name)
+    fill_from(STATE[yaml_key()], file.name)
 
 
 def reset() -> None:
@@ -166,7 +184,7 @@ def message(text: str, level: str = "error") -> None:
 def show_field(name: str, notes: dict[str, list[tuple[str, str]]], gpus: dict[str, Any]) -> None:
     """One field with what there is to say about it."""
     field = form.FIELDS[name]
-    key = shown(PREFIX + name)
+    key = shown(widget(name))
     with st.container(key=f"field_{name.replace('.', '_')}", gap=None):
         if field.kind == "toggle":
             st.toggle(field.label, key=key, help=field.help)
@@ -189,40 +207,51 @@ def show_gpus(field: form.FormField, gpus: dict[str, Any]) -> None:
     """The GPU picker: a mode and, for ``choose``, the GPUs that were found."""
     modes = {"auto": "Auto", "none": "None", "choose": "Choose…"}
     st.segmented_control(
-        field.label, modes, format_func=modes.__getitem__, required=True, key=PREFIX + field.name, help=field.help
+        field.label, modes, format_func=modes.__getitem__, required=True, key=widget(field.name), help=field.help
     )
-    if STATE[PREFIX + field.name] != "choose":
+    if STATE[widget(field.name)] != "choose":
         return
-    chosen: list[str] = STATE[PREFIX + form.GPU_LIST]
+    chosen: list[str] = STATE[widget(form.GPU_LIST)]
     names: dict[str, str] = {}
     for gpu in gpus["gpus"]:
         # A config may name a GPU by its UUID; then that is what the form keeps.
         token = gpu["uuid"] if gpu["uuid"] in chosen else str(gpu["index"])
-        names[token] = gpu_words(gpu)
+        # Nothing that changes by itself: Streamlit tells choices apart by what is written on them.
+        names[token] = f"{gpu['index']} · {gpu['name']}"
     options = [*names, *(token for token in chosen if token not in names)]
     st.multiselect(
         "Chosen GPUs",
         options,
         format_func=lambda token: names.get(token, f"{token} · not found"),
-        key=shown(PREFIX + form.GPU_LIST),
+        key=shown(widget(form.GPU_LIST)),
         label_visibility="collapsed",
         placeholder="Choose GPUs" if options else "No GPU was found on this machine",
     )
+    if gpus["gpus"]:
+        rows = "".join(f"<li>{html.escape(gpu_words(gpu))}</li>" for gpu in gpus["gpus"])
+        st.html(f'<ul class="gpu-words">{rows}</ul>')
 
 
 def gpu_words(gpu: dict[str, Any]) -> str:
-    """A GPU in one line: index, name, free memory and who is on it."""
-    words = [f"{gpu['index']} · {gpu['name']}"]
+    """A GPU in one line: index, free memory and who is on it."""
+    words = [f"GPU {gpu['index']}"]
     if gpu["status"] == "lost":
-        return f"{words[0]} · lost"
+        return f"{words[0]}: lost, it fell off the bus"
     if gpu["memory_used"] is not None and gpu["memory_total"]:
         free = (gpu["memory_total"] - gpu["memory_used"]) / 2**30
         words.append(f"{free:.1f} of {gpu['memory_total'] / 2**30:.1f} GiB free")
     if gpu["run"]:
         words.append(f"held by {gpu['run']}")
     elif gpu["processes"]:
-        words.append("used by pid " + ", ".join(str(p["pid"]) for p in gpu["processes"][:3]))
+        words.append("used by " + ", ".join(process_words(process) for process in gpu["processes"][:3]))
+    else:
+        words.append("not in use")
     return " · ".join(words)
+
+
+def process_words(process: dict[str, Any]) -> str:
+    """A process on a GPU: its name, if known, and its pid."""
+    return f"{process['name']} (pid {process['pid']})" if process.get("name") else f"pid {process['pid']}"
 
 
 def next_run_id(name: str) -> str:
@@ -240,14 +269,14 @@ def yaml_tab(values: dict[str, Any], *, just_opened: bool) -> None:
         show_yaml(STATE["launch_yaml_kept"] if problem else form_yaml)
         STATE["launch_yaml_problem"] = problem
     key = yaml_key()
-    st.text_area(
-        "Config as YAML", key=key, height=480, on_change=apply_yaml, args=(key,), label_visibility="collapsed"
-    )
+    st.text_area("Config as YAML", key=key, height=480, on_change=apply_yaml, args=(key,), label_visibility="collapsed")
     with st.container(key="yaml_message", gap=None):
         if problem := STATE.get("launch_yaml_problem"):
             message(problem)
         else:
-            st.html('<p class="field-note">An edit fills the form as soon as you leave the text or press Ctrl+Enter.</p>')
+            st.html(
+                '<p class="field-note">An edit fills the form as soon as you leave the text or press Ctrl+Enter.</p>'
+            )
     with st.container(horizontal=True, key="yaml_actions", gap="small", vertical_alignment="bottom"):
         st.file_uploader("Load a config file", type=["yaml", "yml"], key="launch_upload", on_change=take_upload)
         st.download_button(
@@ -278,10 +307,10 @@ def form_sections(notes: dict[str, list[tuple[str, str]]], gpus: dict[str, Any],
             for name in fields:
                 show_field(name, notes, gpus)
     count = sum(name in form.ADVANCED_FIELDS for name in wrong)
-    with st.expander(f"Advanced · {count} to mend" if count else "Advanced", key="advanced"):
-        with st.container(key="grid_advanced"):
-            for name in form.ADVANCED_FIELDS:
-                show_field(name, notes, gpus)
+    label = f"Advanced · {count} to mend" if count else "Advanced"
+    with st.expander(label, key="advanced"), st.container(key="grid_advanced"):
+        for name in form.ADVANCED_FIELDS:
+            show_field(name, notes, gpus)
 
 
 def main() -> None:
@@ -350,10 +379,11 @@ def main() -> None:
             with form_tab:
                 if form_tab.open:
                     form_sections(notes, gpus, [name for name, _ in blockers])
+            just_opened = bool(text_tab.open) and not STATE.get("launch_yaml_open")
+            STATE["launch_yaml_open"] = bool(text_tab.open)
             with text_tab:
                 if text_tab.open:
-                    yaml_tab(values, just_opened=not STATE.get("launch_yaml_open"))
-            STATE["launch_yaml_open"] = text_tab.open
+                    yaml_tab(values, just_opened=just_opened)
             STATE["launch_shown"] = STATE["launch_shown_now"]
         with st.container(key="launch_plan"):
             if config is not None:

@@ -34,6 +34,15 @@ def config_tab(run: runs.RunDir, command: list[str] | None) -> None:
     st.code(str(run.path), language=None, wrap_lines=True)
 
 
+def wants_gpus(run: runs.RunDir) -> bool:
+    """Tell whether a run that waits is going to hold GPUs, as far as its config tells."""
+    try:
+        launch = run.config().launch
+    except UserError:
+        return False
+    return isinstance(launch.gpus, tuple) or (launch.gpus == "auto" and launch.device != "cpu")
+
+
 def main() -> None:
     """Draw the page."""
     run_id = st.query_params.get("run", "")
@@ -49,6 +58,7 @@ def main() -> None:
             nproc = run.config().launch.nproc_per_node
         except UserError:
             nproc = 1
+    st.set_page_config(page_title=f"{run_id} · DDP runs")
     panels.header(run_id, shown)
     with st.container(key="run_charts"):
         live_chart(run_id, "loss", key=f"loss_{run_id}", title="Loss")
@@ -56,15 +66,16 @@ def main() -> None:
     with st.container(key="run_numbers"):
         panels.ranks(run_id)
         panels.hardware(run_id)
-    if shown["gpus"]:
-        with st.container(key="gpu_charts"):
-            for field, title in (
-                ("busy", "Busy"),
-                ("memory_used", "Memory"),
-                ("power_w", "Power"),
-                ("temperature_c", "Temperature"),
-            ):
-                live_chart(run_id, field, key=f"{field}_{run_id}", title=title)
+    with st.container(key="hardware_charts"):
+        if shown["gpus"] or (shown["state"] == "queued" and wants_gpus(run)):
+            live_chart(run_id, "busy", key=f"busy_{run_id}", title="Busy")
+            live_chart(run_id, "memory_used", key=f"memory_used_{run_id}", title="Memory")
+            live_chart(run_id, "power_w", key=f"power_w_{run_id}", title="Power")
+            live_chart(run_id, "temperature_c", key=f"temperature_c_{run_id}", title="Temperature")
+        else:
+            live_chart(run_id, "cpu", key=f"cpu_{run_id}", title="Host CPU")
+            live_chart(run_id, "cpu", key=f"cpu_of_ranks_{run_id}", title="CPU of each rank", kind="processes")
+            live_chart(run_id, "memory", key=f"memory_of_ranks_{run_id}", title="Memory of each rank")
     events, output, config, checkpoints = st.tabs(["Events", "Output", "Config", "Checkpoints"])
     with events:
         panels.events(run_id)

@@ -20,7 +20,12 @@ _STATIC = Path(__file__).parents[1] / "static"
 _component = st.components.v2.component(
     "ddp.panel", js=_SHIM % "panels.js", css=(_STATIC / "panels.css").read_text(encoding="utf-8")
 )
-_PAGES = {"": "app_pages/launch.py", "runs": "app_pages/runs.py", "run": "app_pages/run.py", "gpus": "app_pages/gpus.py"}
+_PAGES = {
+    "": "app_pages/launch.py",
+    "runs": "app_pages/runs.py",
+    "run": "app_pages/run.py",
+    "gpus": "app_pages/gpus.py",
+}
 _PROBLEM = "ddp.stop_problem"
 
 

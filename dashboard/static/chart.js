@@ -1,7 +1,8 @@
 // One live chart: a picture first, then only new points. What it is given by Python is in components/live_chart.py, what
 // comes over the wire in dashboard/live_channels.py.
-import { attachTip } from "./chart_tip.js";
 import { Curves, timeAxis } from "./chart_data.js";
+import { addStyles } from "./chart_style.js";
+import { attachTip } from "./chart_tip.js";
 import { short, swatch } from "./format.js";
 import { hub } from "./hub.js";
 import { fade, rankColor, rankDash, theme } from "./palette.js";
@@ -9,6 +10,7 @@ import { fade, rankColor, rankDash, theme } from "./palette.js";
 const DEBOUNCE_MS = 200;
 const LOST_AFTER_MS = 1200; // a drop that is over before this is not worth a word
 const LEGEND_MOST = 8;
+const MANY = 25; // so many curves are told apart by pointing at them, not by their dashes
 const MARKERS_MOST = 30; // so few points are each worth a mark
 
 /** Called by Streamlit at every rerun with other data and at a change of theme. */
@@ -57,7 +59,7 @@ class Chart {
     this.time = data.kind !== "ranks";
     this.curves = new Curves(this.time);
     this.revision = 0;
-    this.view = 0; // the uirevision: another one forgets the zoom
+    this.view = 1; // the uirevision: another one forgets the zoom, and 0 would keep none
     this.hidden = new Set();
     this.window = null;
     this.visible = true;
@@ -185,6 +187,7 @@ class Chart {
     if (!this.width) return;
     const { factor, unit } = this.scale();
     const shown = this.series();
+    this.many = shown.length > MANY;
     const traces = shown.map((series) => this.trace(series, factor));
     traces.push(this.badTrace(shown));
     this.revision += 1;
@@ -225,11 +228,11 @@ class Chart {
       visible: !this.hidden.has(series.key),
       line: {
         color: this.color(series),
-        width: series.mean ? 2 : 1.25,
-        dash: series.mean ? "4px,3px" : rankDash(Math.max(series.index, 0)),
+        width: series.mean ? 2 : this.many ? 0.75 : 1.25,
+        dash: series.mean ? "4px,3px" : this.many ? "solid" : rankDash(Math.max(series.index, 0)),
       },
       marker: { size: 4 },
-      opacity: series.mean ? 1 : 0.85,
+      opacity: series.mean ? 1 : this.many ? 0.6 : 0.85,
       hoverinfo: "skip",
       showlegend: false,
     };
@@ -291,7 +294,7 @@ class Chart {
         title: { text: this.time ? "local time" : "step", font: { size: 11, color: muted }, standoff: 4 },
         nticks: Math.max(3, Math.floor(this.width / 110)),
         hoverformat: "d",
-        ...(this.time ? { tickformatstops: TIME_TICKS } : { tickformat: ",~r", separatethousands: true }),
+        ...(this.time ? { tickformatstops: timeAxis.ticks } : { tickformat: ",~r", separatethousands: true }),
         ...(this.curves.span() === null ? { range: this.time ? timeAxis.lastMinute() : [0, 10], showticklabels: false } : { autorange: true }),
       },
       yaxis: {
@@ -353,7 +356,7 @@ class Chart {
   showLegend(shown, factor) {
     const many = shown.length > LEGEND_MOST + 1;
     const listed = many ? shown.filter((series) => series.mean) : shown;
-    const text = JSON.stringify([listed.map((s) => [s.key, this.color(s), s.name, this.hidden.has(s.key)]), many && shown.length]);
+    const text = JSON.stringify([listed.map((s) => [s.key, s.name, s.detail]), many && shown.length]);
     if (text !== this.legendText) {
       this.legendText = text;
       this.legend.replaceChildren();
@@ -361,12 +364,15 @@ class Chart {
       else if (shown.length > 1 && !this.time) this.legend.append("rank");
       for (const series of listed) this.legend.append(this.legendItem(series));
     }
-    for (const button of this.legend.querySelectorAll("button")) {
-      const series = listed.find((s) => s.key === button.dataset.key);
-      if (!series.mean && !this.time) continue;
+    // In place, so that a button that has the keyboard's focus keeps it.
+    listed.forEach((series, place) => {
+      const button = this.legend.querySelectorAll("button")[place];
+      button.setAttribute("aria-pressed", String(!this.hidden.has(series.key)));
+      button.firstChild.style.setProperty("--ddp-color", this.color(series));
+      if (!series.mean && !this.time) return;
       const last = this.curves.last(series.key);
       button.lastChild.textContent = short(last === null ? null : last * factor, this.unit.textContent);
-    }
+    });
   }
 
   legendItem(series) {
@@ -374,7 +380,6 @@ class Chart {
     button.type = "button";
     button.dataset.key = series.key;
     button.title = [series.name, series.detail, "click to hide or show"].filter(Boolean).join(" · ");
-    button.setAttribute("aria-pressed", String(!this.hidden.has(series.key)));
     button.append(swatch(this.color(series), series.mean), series.label, document.createElement("b"));
     button.addEventListener("click", () => {
       if (!this.hidden.delete(series.key)) this.hidden.add(series.key);
@@ -396,50 +401,4 @@ class Chart {
     if (status !== "reconnecting") this.lost.hidden = true;
     else this.lostTimer = setTimeout(() => (this.lost.hidden = false), LOST_AFTER_MS);
   }
-}
-
-const TIME_TICKS = [
-  { dtickrange: [null, 1000], value: "%H:%M:%S.%2f" },
-  { dtickrange: [1000, 60000], value: "%H:%M:%S" },
-  { dtickrange: [60000, 86400000], value: "%H:%M" },
-  { dtickrange: [86400000, null], value: "%b %e" },
-];
-
-function addStyles() {
-  if (document.getElementById("ddp-chart-style")) return;
-  const style = document.createElement("style");
-  style.id = "ddp-chart-style";
-  style.textContent = `
-.ddp-chart { display: flex; flex-direction: column; position: relative; width: 100%; color: var(--st-text-color);
-  font-family: var(--st-font); font-size: 12px; line-height: 1.3; overflow: hidden; container-type: inline-size; }
-.ddp-chart-head { display: flex; align-items: center; gap: 6px; height: 22px; flex: none; padding: 0 10px 0 4px; white-space: nowrap; }
-.ddp-chart-title { font-weight: 600; font-size: 13px; }
-.ddp-chart-unit { color: var(--ddp-muted); }
-.ddp-chart-lost { color: var(--st-red-text-color, #b3261e); overflow: hidden; text-overflow: ellipsis; }
-.ddp-chart-legend { margin-left: auto; display: flex; align-items: center; gap: 10px; height: 100%; overflow: hidden; color: var(--ddp-muted); }
-.ddp-chart button { all: unset; cursor: pointer; color: inherit; border-radius: 3px; }
-.ddp-chart button:focus-visible { outline: 2px solid var(--st-primary-color); outline-offset: 1px; }
-.ddp-chart-legend button { display: inline-flex; align-items: center; gap: 4px; }
-.ddp-chart-legend button[aria-pressed=false] { opacity: 0.4; text-decoration: line-through; }
-.ddp-chart-legend i, .ddp-chart-tip i { width: 14px; height: 2px; background: var(--ddp-color); }
-.ddp-chart i.ddp-chart-dashed { background: repeating-linear-gradient(90deg, var(--ddp-color) 0 4px, transparent 4px 5px); }
-.ddp-chart-legend b { font-weight: 500; color: var(--st-text-color); font-variant-numeric: tabular-nums; }
-.ddp-chart-legend b:not(:empty) { min-width: 2em; text-align: right; }
-.ddp-chart .ddp-chart-back { color: var(--st-primary-color); }
-.ddp-chart-body { position: relative; flex: 1; min-height: 0; }
-.ddp-chart-plot { position: absolute; inset: 0; }
-.ddp-chart-note { position: absolute; inset: 8px 10px 34px 46px; display: flex; align-items: center; justify-content: center;
-  text-align: center; color: var(--ddp-muted); pointer-events: none; text-wrap: balance; }
-.ddp-chart-note[hidden] { display: none; }
-.ddp-chart-error { color: var(--st-red-text-color, #b3261e); }
-.ddp-chart-cross { position: absolute; top: 8px; bottom: 34px; width: 1px; background: var(--ddp-line); pointer-events: none; }
-.ddp-chart-tip { position: absolute; top: 10px; z-index: 5; pointer-events: none; padding: 5px 8px; border-radius: 4px;
-  background: var(--st-background-color); border: 1px solid var(--st-border-color); box-shadow: 0 2px 8px rgba(0,0,0,.12);
-  display: grid; grid-template-columns: auto auto auto; column-gap: 6px; align-items: center; font-size: 11px; line-height: 1.45; }
-.ddp-chart-tip[hidden], .ddp-chart-cross[hidden] { display: none; }
-.ddp-chart-tip header { grid-column: 1 / -1; color: var(--ddp-muted); white-space: nowrap; }
-.ddp-chart-tip span { white-space: nowrap; }
-.ddp-chart-tip b { font-weight: 500; text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-@container (max-width: 420px) { .ddp-chart-legend { gap: 6px; } .ddp-chart-legend b { display: none; } }`;
-  document.head.append(style);
 }

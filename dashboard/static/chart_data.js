@@ -10,6 +10,12 @@ export const timeAxis = {
     const now = timeAxis.fromSeconds(Date.now() / 1000);
     return [now - MINUTE_MS, now];
   },
+  ticks: [
+    { dtickrange: [null, 1000], value: "%H:%M:%S.%2f" },
+    { dtickrange: [1000, 60000], value: "%H:%M:%S" },
+    { dtickrange: [60000, 86400000], value: "%H:%M" },
+    { dtickrange: [86400000, null], value: "%b %e" },
+  ],
 };
 
 export class Curves {

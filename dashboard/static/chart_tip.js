@@ -75,11 +75,15 @@ function rows(chart, x, badWithin) {
     return { series, point };
   });
   if (nearest === null) return null;
+  // A value that is not finite is one point among many; near its mark it is meant.
+  const marks = chart.time ? [] : shown.flatMap((series) => chart.curves.bad(series.key));
+  const mark = marks.find(([at]) => at === nearest) ?? marks.find(([at]) => Math.abs(at - x) <= badWithin);
+  if (mark) nearest = mark[0];
   const all = points.map(({ series, point }) => {
-    const bad = chart.time ? null : chart.curves.bad(series.key).find(([at]) => Math.abs(at - nearest) <= badWithin);
-    const y = point?.y ?? null;
+    const bad = mark && chart.curves.bad(series.key).find(([at]) => at === nearest);
+    const y = (mark ? chart.curves.nearest(series.key, nearest) : point)?.y ?? null;
     let value = y === null ? "–" : `${short(y * factor, unit)}${unit ? `\u2009${unit}` : ""}`;
-    if (bad) value = `${words[bad[1]]} at step ${bad[0]}`;
+    if (bad) value = words[bad[1]];
     return { y, color: chart.color(series), dashed: series.mean, name: series.name, value };
   });
   if (all.length <= ROWS_MOST) return { x: nearest, rows: all };

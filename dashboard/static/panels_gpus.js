@@ -81,6 +81,7 @@ export function machine(root, context) {
     const found = gpus.gpus ?? [];
     const names = [...new Set(found.map((gpu) => gpu.name))].join(", ");
     setText(title, found.length ? `${found.length} × ${names}, driver ${gpus.driver ?? "unknown"}` : "");
+    title.hidden = found.length === 0;
     table.update(found);
     const problem = gpus.error ?? (found.length ? "" : "this machine has no NVIDIA GPU");
     if (problem === shown) return;

@@ -47,7 +47,7 @@ export function header(root, context) {
   const time = new ServerClock();
   let last = null;
   let stopAsked = 0;
-  let gpus = JSON.stringify(data.gpus ?? []);
+  let layout = JSON.stringify([data.gpus ?? [], data.show?.state === "queued"]);
   let verdictOf = "";
 
   function askStop() {
@@ -167,10 +167,10 @@ export function header(root, context) {
     }
     last = message;
     time.see(message.show);
-    const now = JSON.stringify(message.show.gpus ?? []);
-    if (now !== gpus) {
-      gpus = now;
-      context.trigger("changed", now); // the page has charts for exactly the run's GPUs
+    const now = JSON.stringify([message.show.gpus ?? [], message.show.state === "queued"]);
+    if (now !== layout) {
+      layout = now;
+      context.trigger("changed", now); // which charts there are depends on the GPUs that the run got
     }
     draw();
   }

@@ -55,7 +55,7 @@ export function list(root, context) {
       title: "GPUs", class: "fill",
       cell: (run, td) => {
         const names = run.gpu_names ?? [];
-        setText(td, run.gpus?.length ? (names.length ? summary(names) : `${run.gpus.length} GPUs`) : run.state === "queued" ? DASH : "CPU");
+        setText(td, run.gpus?.length ? (names.length && names.every(Boolean) ? summary(names) : `${run.gpus.length} GPUs`) : run.state === "queued" ? DASH : "CPU");
         setTitle(td, (run.gpus ?? []).join("\n"));
       },
     },
@@ -84,7 +84,8 @@ export function list(root, context) {
     h("p", { class: "hint" }, "The launch page is filled with a demo that runs on any machine. ", pageLink(context, "", {}, "Go to Launch")),
   );
   const nothing = h("p", { class: "empty", hidden: true }, "No run matches the filter.");
-  root.append(h("div", { class: "toolbar" }, filter, count), table.element, none, nothing);
+  const toolbar = h("div", { class: "toolbar" }, filter, count);
+  root.append(toolbar, table.element, none, nothing);
 
   function summary(names) {
     const counts = new Map();
@@ -109,7 +110,7 @@ export function list(root, context) {
     none.hidden = runs.length > 0;
     nothing.hidden = runs.length === 0 || shown.length > 0;
     table.table.hidden = shown.length === 0;
-    filter.disabled = runs.length === 0;
+    toolbar.hidden = runs.length === 0;
     const active = runs.filter((run) => ACTIVE.has(run.state)).length;
     const total = `${runs.length} run${runs.length === 1 ? "" : "s"}`;
     setText(count, words.length ? `${shown.length} of ${total}` : active ? `${total}, ${active} active` : total);
