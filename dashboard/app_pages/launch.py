@@ -17,6 +17,7 @@ from ddp_core import config as config_module
 from ddp_core import runs
 from ddp_core.config import RunConfig
 from ddp_core.errors import UserError
+from ddp_core.runs.gpus import describe_process
 
 STATE = st.session_state
 STORE = runs.Store()
@@ -67,11 +68,6 @@ def shown(key: str) -> str:
     return key
 
 
-def used(token: str) -> bool:
-    """Tell whether this form has started a run already."""
-    return (STORE.root / ".intents" / token).exists()
-
-
 def open_form() -> str:
     """Find out which form this is and fill it.
 
@@ -89,7 +85,7 @@ def open_form() -> str:
     if started and time.monotonic() - when < DOUBLE_CLICK_S:
         st.switch_page("app_pages/run.py", query_params={"run": started})
     before = drafts().get(token or "")
-    if token is None or not token.isalnum() or used(token):
+    if token is None or not token.isalnum() or STORE.launched(token):
         token = uuid.uuid4().hex[:12]
     STATE["launch_problem"] = None
     values = drafts().get(token) or (before if not source else None)
@@ -243,21 +239,10 @@ def gpu_words(gpu: dict[str, Any]) -> str:
     if gpu["run"]:
         words.append(f"held by {gpu['run']}")
     elif gpu["processes"]:
-        words.append("used by " + ", ".join(process_words(process) for process in gpu["processes"][:3]))
+        words.append("used by " + ", ".join(describe_process(process) for process in gpu["processes"][:3]))
     else:
         words.append("not in use")
     return " · ".join(words)
-
-
-def process_words(process: dict[str, Any]) -> str:
-    """A process on a GPU: its name, if known, and its pid."""
-    return f"{process['name']} (pid {process['pid']})" if process.get("name") else f"pid {process['pid']}"
-
-
-def next_run_id(name: str) -> str:
-    """The id a run of this name would get now."""
-    numbers = [run.id.removeprefix(f"{name}-") for run in STORE.runs() if run.id.startswith(f"{name}-")]
-    return f"{name}-{max((int(n) for n in numbers if n.isdigit()), default=0) + 1}"
 
 
 def yaml_tab(values: dict[str, Any], *, just_opened: bool) -> None:
@@ -387,7 +372,7 @@ def main() -> None:
             STATE["launch_shown"] = STATE["launch_shown_now"]
         with st.container(key="launch_plan"):
             if config is not None:
-                run_dir = STORE.root / next_run_id(config.name)
+                run_dir = STORE.root / STORE.next_id(config.name)
                 STATE["launch_plan_shown"] = (
                     {
                         **runs.split_preview(config),

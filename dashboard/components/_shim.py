@@ -16,7 +16,7 @@ Mount = Callable[..., None]
 
 # Streamlit takes JavaScript without a newline for a path. The page's own path is cut off the address, so
 # that the modules are found below a base path, behind a proxy and through a tunnel alike.
-_SHIM = """
+SHIM = """
 export default async function (component) {
   const { data, parentElement } = component;
   let path = location.pathname.replace(/\\/+$/, "");
@@ -50,7 +50,7 @@ def module_component(name: str, module: str) -> Mount:
         or ``"content"``.
     """
     # Not isolated: Plotly writes its styles into the page's head, which a shadow root would not see.
-    component = st.components.v2.component(name, js=_SHIM % module, isolate_styles=False)
+    component = st.components.v2.component(name, js=SHIM % module, isolate_styles=False)
 
     def mount(data: Mapping[str, Any], *, key: str, height: int | Literal["content"] = "content") -> None:
         component(key=key, data={"page": current_page(), "data": dict(data)}, height=height)

@@ -12,13 +12,13 @@ from typing import Any
 
 import streamlit as st
 
-from dashboard.components._shim import _SHIM, current_page
+from dashboard.components._shim import SHIM, current_page
 from ddp_core import runs
 from ddp_core.errors import UserError
 
 _STATIC = Path(__file__).parents[1] / "static"
 _component = st.components.v2.component(
-    "ddp.panel", js=_SHIM % "panels.js", css=(_STATIC / "panels.css").read_text(encoding="utf-8")
+    "ddp.panel", js=SHIM % "panels.js", css=(_STATIC / "panels.css").read_text(encoding="utf-8")
 )
 _PAGES = {
     "": "app_pages/launch.py",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -19,7 +18,6 @@ from ddp_core.runs.state import RunState, RunStatus, write_json, write_state
 from ddp_core.runs.store import RunDir, Store
 
 _STARTING_S = 10.0  # how long a supervisor that was just started may take to sign in
-_INTENT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def launch(config: RunConfig, store: Store, *, intent: str | None = None) -> RunDir:
@@ -34,16 +32,14 @@ def launch(config: RunConfig, store: Store, *, intent: str | None = None) -> Run
     Raises:
         UserError: If the run cannot work on this machine, or the store cannot be written.
     """
-    if intent is not None and not _INTENT.fullmatch(intent):
-        raise UserError("the launch token is not one of ours; open the launch page again")
-    marker = store.root / ".intents" / intent if intent else None
-    if marker is not None and (earlier := _earlier_run(marker, store)) is not None:
+    marker = store.intent_file(intent) if intent is not None else None
+    if intent is not None and (earlier := store.launched(intent)) is not None:
         return earlier
     for finding in preflight(config):
         if finding["level"] == "error":
             raise UserError(finding["message"], field=finding["field"])
     with store.locked():
-        if marker is not None and (earlier := _earlier_run(marker, store)) is not None:
+        if intent is not None and (earlier := store.launched(intent)) is not None:
             return earlier
         try:
             run = store.create(config.name)
@@ -135,13 +131,6 @@ def _python_path() -> str:
     root = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH", "")
     return inherited if root in inherited.split(os.pathsep) else os.pathsep.join(filter(None, [root, inherited]))
-
-
-def _earlier_run(marker: Path, store: Store) -> RunDir | None:
-    try:
-        return store.run(marker.read_text().strip())
-    except (OSError, UserError):
-        return None
 
 
 def _mtime(path: Path) -> float:

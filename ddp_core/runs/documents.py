@@ -133,7 +133,7 @@ def _command(run: RunDir) -> list[str] | None:
 
 
 def _summary_of_nothing(run: RunDir) -> dict[str, Any]:
-    created = run.config_file.stat().st_mtime
+    created = run.path.stat().st_mtime
     return {
         "id": run.id,
         "name": run.id.rpartition("-")[0],

@@ -29,9 +29,15 @@ def report() -> Report:
 
 
 def processes() -> dict[str, list[dict[str, Any]]]:
-    """Processes on each GPU, by UUID: ``{"pid", "memory_used"}`` in bytes. About 4 ms a GPU on real drivers."""
+    """Processes on each GPU, by UUID; a GPU whose list cannot be had is left out. About 4 ms a GPU on real drivers.
+
+    Returns:
+        ``{uuid: [{"pid", "name", "memory_used"}]}``: name is None for a process that cannot be seen from
+        here (another container's), memory is in bytes or None.
+    """
     with _LOCK:
-        return {uuid: [dict(p) for p in found] for uuid, found in _nvml().processes().items()}
+        found = _nvml().processes()
+    return {uuid: [{**process, "name": _name(process["pid"])} for process in on] for uuid, on in found.items()}
 
 
 def resolve(wanted: Sequence[int | str], found: Report) -> list[str]:
@@ -114,17 +120,20 @@ def document() -> dict[str, Any]:
     }
 
 
-def describe_process(pid: int) -> str:
-    """A process in words: its command's name and pid, or just the pid if it cannot be seen from here."""
+def describe_process(process: Mapping[str, Any]) -> str:
+    """A process on a GPU in words: its name, if it is known, and its pid."""
+    return f"{process['name']} (pid {process['pid']})" if process["name"] else f"pid {process['pid']}"
+
+
+def _name(pid: int) -> str | None:
     try:
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
-        return f"pid {pid}"
-    return f"{name} (pid {pid})"
+        return None
 
 
 def _who(found: Sequence[Any]) -> str:
-    first = describe_process(found[0]["pid"])
+    first = describe_process(found[0])
     return first if len(found) == 1 else f"{first} and {len(found) - 1} more"
 
 

@@ -122,7 +122,7 @@ def _check_gpus(config: RunConfig, found: Report) -> list[Finding]:
         by_uuid = {gpu["uuid"]: gpu["index"] for gpu in found["gpus"]}
         for uuid in wanted:
             if on_gpu.get(uuid) and leases.holder(uuid) is None:
-                who = ", ".join(gpus.describe_process(p["pid"]) for p in on_gpu[uuid])
+                who = ", ".join(gpus.describe_process(p) for p in on_gpu[uuid])
                 findings.append(_warning("launch.gpus", f"GPU {by_uuid[uuid]} is used by {who}"))
     return findings
 

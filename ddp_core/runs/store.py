@@ -19,6 +19,7 @@ from ddp_core.config import RunConfig
 from ddp_core.errors import UserError
 from ddp_core.runs.state import RunState, read_state
 
+_INTENT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _RUN_ID = re.compile(r"(?P<name>.+)-(?P<number>[1-9][0-9]*)")
 
 
@@ -144,14 +145,33 @@ class Store:
 
     def create(self, name: str) -> RunDir:
         """Make the next directory of that name: ``name-1``, ``name-2``, …; call under :meth:`locked`."""
+        run = RunDir(self.root / self.next_id(name))
+        run.path.mkdir()
+        return run
+
+    def next_id(self, name: str) -> str:
+        """The id that a run of this name would get now."""
+        try:
+            names = [path.name for path in self.root.iterdir()]
+        except OSError:
+            names = []
         numbers = [
-            int(match["number"])
-            for entry in self.root.iterdir()
-            if (match := _RUN_ID.fullmatch(entry.name)) and match["name"] == name
+            int(match["number"]) for entry in names if (match := _RUN_ID.fullmatch(entry)) and match["name"] == name
         ]
-        path = self.root / f"{name}-{max(numbers, default=0) + 1}"
-        path.mkdir()
-        return RunDir(path)
+        return f"{name}-{max(numbers, default=0) + 1}"
+
+    def launched(self, intent: str) -> RunDir | None:
+        """The run that an intent has started already, if it has."""
+        try:
+            return self.run(self.intent_file(intent).read_text().strip())
+        except (OSError, UserError):
+            return None
+
+    def intent_file(self, intent: str) -> Path:
+        """Where it is kept which run an intent started; UserError if it is no token of ours."""
+        if not _INTENT.fullmatch(intent):
+            raise UserError("the launch token is not one of ours; open the launch page again")
+        return self.root / ".intents" / intent
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

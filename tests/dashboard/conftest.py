@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Playwright, sync_playwright
 
 from tests.dashboard.synthetic import SyntheticRun
 
@@ -86,12 +86,22 @@ def _healthy(url: str) -> bool:
         return False
 
 
+def find_chromium(playwright: Playwright) -> Browser:
+    """Start the system's Chromium if there is one, else Playwright's own."""
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    return playwright.chromium.launch(executable_path=path, args=CHROMIUM_ARGS)
+
+
+def chromium() -> str | None:
+    """The system's Chromium if there is one, else None for Playwright's own."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """The system's Chromium if there is one, else Playwright's own."""
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    """One browser for all tests."""
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=path, args=CHROMIUM_ARGS)
+        found = find_chromium(playwright)
         yield found
         found.close()
 

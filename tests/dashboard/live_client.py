@@ -19,6 +19,7 @@ class LiveClient:
         address = url.replace("http", "ws", 1) + "ddp/live"
         self.socket: ClientConnection = self._open.enter_context(connect(address, **options))
         self.payloads: dict[int, list[dict[str, Any]]] = {}
+        self._drawn: dict[int, dict[str, list[tuple[float, float]]]] = {}
 
     def __enter__(self) -> LiveClient:
         return self
@@ -41,8 +42,15 @@ class LiveClient:
     def receive(self, timeout: float = 10) -> None:
         for payload in json.loads(self.socket.recv(timeout=timeout)):
             self.payloads.setdefault(payload["id"], []).append(payload)
+            if "snapshot" in payload:
+                self._drawn[payload["id"]] = {}
+            for trace in [*payload.get("snapshot", ()), *payload.get("add", ())]:
+                points = self._drawn.setdefault(payload["id"], {}).setdefault(trace["key"], [])
+                points.extend(zip(trace["x"], trace["y"], strict=True))
 
-    def wait(self, number: int, condition: Callable[[dict[str, Any]], object], what: str = "", timeout: float = 10) -> Any:
+    def wait(
+        self, number: int, condition: Callable[[dict[str, Any]], object], what: str = "", timeout: float = 10
+    ) -> Any:
         """Receive until a payload of this subscription is as wanted; give it."""
         deadline = time.monotonic() + timeout
         done = 0
@@ -55,22 +63,9 @@ class LiveClient:
             assert left > 0, f"no such payload {what}: {self.payloads[number][-3:]}"
             self.receive(left)
 
-    def next(self, number: int) -> Any:
-        """Give the next payload of this subscription that has not been seen by this method's caller."""
-        seen = len(self.payloads[number])
-        while len(self.payloads[number]) == seen:
-            self.receive()
-        return self.payloads[number][seen]
-
     def curves(self, number: int) -> dict[str, list[tuple[float, float]]]:
         """What a page would draw after all payloads so far."""
-        drawn: dict[str, list[tuple[float, float]]] = {}
-        for payload in self.payloads[number]:
-            if "snapshot" in payload:
-                drawn = {}
-            for trace in [*payload.get("snapshot", ()), *payload.get("add", ())]:
-                drawn.setdefault(trace["key"], []).extend(zip(trace["x"], trace["y"], strict=True))
-        return drawn
+        return self._drawn.get(number, {})
 
     def wait_curves(self, number: int, condition: Callable[[dict[str, Any]], object], timeout: float = 10) -> Any:
         """Receive until the drawn curves are as wanted; give them."""

@@ -1,23 +1,22 @@
-"""Charts of the run that the address names, ``?run=<id>``; with ``&machine=1`` those of the machine too."""
+"""Charts of the run that the address names, ``?run=<id>``; ``&hardware=1`` and ``&machine=1`` add more."""
 
 import streamlit as st
 
 from dashboard.components.live_chart import live_chart
 
 st.set_page_config(layout="wide")
-run = st.query_params.get("run")
+query = st.query_params
 st.button("rerun")
-if run:
-    live_chart(run, st.query_params.get("metric", "loss"), key="loss", title="Loss", height=300)
-    if st.query_params.get("hardware"):
-        left, right = st.columns(2)
-        with left:
-            live_chart(run, "busy", key="busy", title="Busy")
-        with right:
-            live_chart(run, "memory_used", key="memory", title="Memory")
-        with left:
-            live_chart(run, "cpu", key="host", title="Host CPU")
-        with right:
-            live_chart(run, "memory", key="processes", title="Memory of the ranks")
-if st.query_params.get("machine"):
-    live_chart(None, "busy", key="machine", title="Busy")
+if st.checkbox("charts", value=True):
+    if run := query.get("run"):
+        live_chart(run, query.get("metric", "loss"), key="loss", title="Loss", height=300)
+        if query.get("hardware"):
+            for place, (field, title) in zip(
+                st.columns(2) * 2,
+                {"busy": "Busy", "memory_used": "Memory", "cpu": "Host CPU", "memory": "Memory of the ranks"}.items(),
+                strict=True,
+            ):
+                with place:
+                    live_chart(run, field, key=field, title=title)
+    if query.get("machine"):
+        live_chart(None, "busy", key="machine", title="Busy")

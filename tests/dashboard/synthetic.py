@@ -47,7 +47,11 @@ class SyntheticRun:
             file.write(b"".join(lines))
 
     def event(self, rank: int, event: str, attempt: int = 0, **fields: Any) -> None:
-        self.write(rank, dumps({"ts": time.time(), "event": event, "rank": rank, "attempt": attempt, **fields}), attempt=attempt)
+        self.write(
+            rank,
+            dumps({"ts": time.time(), "event": event, "rank": rank, "attempt": attempt, **fields}),
+            attempt=attempt,
+        )
 
     def log(self, first: int, last: int, attempt: int = 0, ts: float | None = None, **values: float) -> None:
         """Log the steps ``first`` to ``last`` on every rank: a falling loss, or the values given."""
@@ -73,7 +77,9 @@ class SyntheticRun:
             }
             for n, values in enumerate(gpus)
         ]
-        ranks = {str(r): {"pid": 1, "cpu": 90 + r, "memory": (300 + r) << 20, "processes": 1} for r in range(self.ranks)}
+        ranks = {
+            str(r): {"pid": 1, "cpu": 90 + r, "memory": (300 + r) << 20, "processes": 1} for r in range(self.ranks)
+        }
         record = {"ts": ts, "gpus": rows, "driver_error": None, "host": {"cpu": 50.0, **host}, "ranks": ranks}
         with (self.path / "hardware.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")

@@ -88,3 +88,20 @@ def test_stopped_before_the_ranks_have_joined(store):
     stop(run, wait=True)
     document = show(run)
     assert (document["state"], document["stop"]["left_alive"], live.marked(run)) == ("stopped", 0, [])
+
+
+def test_a_restarted_run_goes_on_as_the_next_attempt(store):
+    run = live.start(store, max_restarts=1)
+    before = live.training(run)
+    live.kill(before["pids"]["ranks"]["1"])
+
+    def again() -> dict | None:
+        document = show(run)
+        assert document["state"] == "running", document
+        return document if document["attempt"] == 1 and document["joined"] == 2 and document["step"] else None
+
+    after = live.wait_for(again, "the ranks train again", 90)
+    assert after["stage"] == "training"
+    assert set(after["pids"]["ranks"].values()).isdisjoint(before["pids"]["ranks"].values())
+    stop(run, wait=True)
+    assert (show(run)["state"], live.marked(run)) == ("stopped", [])

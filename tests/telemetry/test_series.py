@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,15 @@ def test_every_ranks_points_come_as_they_are_written(tmp_path: Path) -> None:
 
 def test_a_file_made_in_the_same_instant_as_another_is_found(tmp_path: Path) -> None:
     series = RunSeries(tmp_path)
-    for rank in range(20):
-        write(tmp_path, rank, *steps(1, 1))
-        series.poll()
-    assert list(series.ranks) == list(range(20))
+    write(tmp_path, 0, *steps(1, 1))
+    series.poll()
+    series.poll()
+    folder = tmp_path / "metrics" / "attempt_0"
+    changed = folder.stat().st_mtime_ns
+    write(tmp_path, 1, *steps(1, 1))
+    os.utime(folder, ns=(changed, changed))  # as coarse as a file system's clock may be
+    series.poll()
+    assert list(series.ranks) == [0, 1]
 
 
 def test_mean_of_ranks_0_1_2_3_is_one_and_a_half(tmp_path: Path) -> None:
@@ -228,6 +234,15 @@ def test_a_spike_is_in_every_window_that_holds_it() -> None:
         assert len(thin_x) <= 504
 
 
+def test_small_spikes_among_many_points_all_survive() -> None:
+    x = np.arange(400_000, dtype=float)
+    y = np.sin(x / 40_000)
+    spikes = np.arange(5_003, 400_000, 10_007)
+    y[spikes] += 0.5
+    thin_x, _ = thin(x, y, points=1500)
+    assert set(spikes.astype(float)) <= set(thin_x)
+
+
 def test_a_stretch_of_nan_leaves_a_gap_however_many_points_are_kept() -> None:
     x = np.arange(50_000, dtype=float)
     y = np.ones(50_000)
@@ -264,13 +279,13 @@ def test_hardware_is_followed_per_gpu_host_and_rank(tmp_path: Path) -> None:
     log.write_bytes(dumps(first))
     assert series.poll() is True
     with log.open("ab") as file:
-        file.write(dumps(second) + b"torn")
+        file.write(dumps(second) + dumps({"ts": 3.0, "gpus": [gpu("A"), gpu("B", busy=8)]}) + b"torn")
     series.poll()
-    assert series.curve("A", "busy")[1].tolist() == [0.0, 7.0]  # zero is a value
-    np.testing.assert_array_equal(series.curve("B", "busy")[1], [math.nan, 9.0])  # not there is none
-    np.testing.assert_array_equal(series.curve("host", "cpu")[1], [math.nan, 5.0])
-    np.testing.assert_array_equal(series.curve("0", "cpu")[1], [math.nan, 99.0])
-    assert series.gpus["B"]["busy"] == 9
+    np.testing.assert_array_equal(series.curve("A", "busy")[1], [0.0, 7.0, math.nan])  # zero is a value
+    np.testing.assert_array_equal(series.curve("B", "busy")[1], [math.nan, 9.0, 8.0])  # not there is none
+    np.testing.assert_array_equal(series.curve("host", "cpu")[1], [math.nan, 5.0, math.nan])
+    np.testing.assert_array_equal(series.curve("0", "cpu")[1], [math.nan, 99.0, math.nan])
+    assert series.gpus["B"]["busy"] == 8
 
 
 def test_a_gap_in_the_samples_is_a_gap_in_the_curve_also_when_only_new_points_are_asked_for() -> None:
