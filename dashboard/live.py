@@ -33,6 +33,7 @@ from dashboard.live_channels import CHANNELS, DOCUMENTS, Feed, Subscription
 from dashboard.live_feeds import SHOW_EVERY_S, MachineFeed, RunFeed, StoreFeed
 from dashboard.live_guard import Guard
 from ddp_core import runs
+from ddp_core.config import RunConfig
 
 POLL_S = 0.05
 FRAMES_APART_S = 0.1
@@ -59,6 +60,8 @@ class Live:
         self._lookers = ThreadPoolExecutor(3, "ddp-look")
         self.machine = MachineFeed(self.store.root)
         self._sampling = asyncio.create_task(self._sample())
+        # Asking torch about the GPUs takes seconds once; the launch page should find the answer there.
+        self._lookers.submit(runs.preflight, RunConfig())
 
     async def stop(self) -> None:
         """End all feeds and threads."""

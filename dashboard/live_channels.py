@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from dashboard.live_feeds import LogFile, MachineFeed, RunFeed, StoreFeed
+from dashboard.live_feeds import ENDED_STATES, LogFile, MachineFeed, RunFeed, StoreFeed
 from ddp_core.telemetry.curves import Curve
 from ddp_core.telemetry.hardware_series import HardwareTable
 
@@ -133,8 +133,14 @@ def _metric(sub: Subscription) -> Payload | None:
             metric, None if key == "mean" else int(key), lo=lo, hi=hi, points=budget
         ),
         budget=budget,
-        about={"traces": {_key(key): {} for key in keys}},
+        about={"traces": {_key(key): {} for key in keys}, "note": _metric_note(feed, metric)},
     )
+
+
+def _metric_note(feed: RunFeed, metric: str) -> str | None:
+    """Why there is nothing to draw and will not be: the run is over."""
+    over = feed.shown is not None and feed.shown["state"] in ENDED_STATES
+    return f"no {metric.replace('_', ' ')} was logged" if over else None
 
 
 def _hardware(sub: Subscription) -> Payload | None:

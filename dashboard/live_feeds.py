@@ -30,7 +30,7 @@ _LOOK_AGAIN_S = 2.0  # a supervisor that died changes no file
 _PROCESSES_EVERY_S = 5.0
 _RATE_OVER_S = 60.0
 HISTORY_S = 3600.0
-_ENDED = {"stopped", "finished", "failed", "lost"}
+ENDED_STATES = frozenset(str(status) for status in runs.RunStatus if status.ended)
 
 
 class RunFeed:
@@ -100,7 +100,7 @@ class RunFeed:
         try:
             run = self.store.run(self.run_id)
             signature = _signature(run.path, ("", "state.json", "events.jsonl", "stop.json", "metrics"))
-            ended = self.shown is not None and self.shown["state"] in _ENDED
+            ended = self.shown is not None and self.shown["state"] in ENDED_STATES
             if signature == self._signature and not self.error and (ended or now - self._shown_at < _LOOK_AGAIN_S):
                 return None
             self._signature, self._shown_at = signature, now
@@ -265,7 +265,7 @@ class StoreFeed:
         try:
             found = self.store.runs()
             signature = tuple(sorted((run.id, *_signature(run.path, ("state.json",))) for run in found))
-            active = self.document and any(row["state"] not in _ENDED for row in self.document["runs"])
+            active = self.document and any(row["state"] not in ENDED_STATES for row in self.document["runs"])
             wait = 1.0 if active else 30.0
             if self.document and signature == self._signature and now - self._listed_at < wait:
                 return None

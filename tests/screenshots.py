@@ -80,7 +80,7 @@ def _story(browser: Browser, site: Dashboard, folder: Path) -> None:
 
 def _use_all_gpus(page: Page) -> None:
     """Give the form the demo on all four GPUs, as YAML."""
-    config = from_dict({"launch": {"gpus": [0, 1, 2, 3]}, "training": {"epochs": 200}})
+    config = from_dict({"launch": {"gpus": [0, 1, 2, 3]}, "training": {"epochs": 150}})
     page.get_by_role("tab", name="YAML").click()
     text = page.get_by_role("textbox", name="Config as YAML")
     text.fill(to_yaml(config))
@@ -91,7 +91,7 @@ def _use_all_gpus(page: Page) -> None:
 
 def _page(browser: Browser, theme: str, width: int) -> Page:
     scheme = "dark" if theme == "dark" else "light"
-    context = browser.new_context(viewport={"width": width, "height": 1000}, color_scheme=scheme)
+    context = browser.new_context(viewport={"width": width, "height": 1180 if width > 1000 else 1000}, color_scheme=scheme)
     context.set_default_timeout(120_000)
     return context.new_page()
 

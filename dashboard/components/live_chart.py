@@ -15,7 +15,7 @@ Kind = Literal["ranks", "gpus", "host", "processes"]
 HEIGHT = 240
 
 _mount = module_component("ddp.live_chart", "chart.js")
-_PLOTLY = version("plotly")
+PLOTLY = version("plotly")
 
 
 class _Look(NamedTuple):
@@ -23,12 +23,14 @@ class _Look(NamedTuple):
     unit: str = ""
     y_range: tuple[float, float] | None = None
     from_zero: bool = False
+    whole: bool = False
 
 
 _PERCENT = (0.0, 100.0)
 _LOOKS = {
     "accuracy": _Look(unit="fraction", y_range=_PERCENT),
-    "val_accuracy": _Look(unit="fraction", y_range=_PERCENT),
+    "val_accuracy": _Look(unit="fraction", y_range=_PERCENT, whole=True),
+    "val_loss": _Look(whole=True),
     "samples_per_s": _Look(unit="samples/s", from_zero=True),
     "data_s": _Look(unit="s", from_zero=True),
     "forward_s": _Look(unit="s", from_zero=True),
@@ -85,7 +87,9 @@ def live_chart(
         "unit": usual.unit if unit is None else unit,
         "yRange": usual.y_range if y_range is None else y_range,
         "fromZero": usual.from_zero if from_zero is None else from_zero,
+        # Measured over all ranks together, so every rank logs the same and one curve says it.
+        "whole": usual.whole,
         "height": height,
-        "plotly": _PLOTLY,
+        "plotly": PLOTLY,
     }
     _mount(data, key=key, height=height)

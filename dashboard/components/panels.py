@@ -13,6 +13,7 @@ from typing import Any
 import streamlit as st
 
 from dashboard.components._shim import SHIM, current_page
+from dashboard.components.live_chart import PLOTLY
 from ddp_core import runs
 from ddp_core.errors import UserError
 
@@ -56,7 +57,7 @@ def _nothing() -> None:
 
 def plan(preview: dict[str, Any], *, stale: bool) -> None:
     """What a launch will do: effective batch, steps, split. ``stale`` while the form has a mistake."""
-    _panel("plan", "panel_plan", plan=preview, stale=stale)
+    _panel("plan", "panel_plan", plan=preview, stale=stale, plotly=PLOTLY)
 
 
 def header(run_id: str, shown: dict[str, Any]) -> None:

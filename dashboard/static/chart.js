@@ -5,6 +5,7 @@ import { addStyles } from "./chart_style.js";
 import { attachTip } from "./chart_tip.js";
 import { short, swatch } from "./format.js";
 import { hub } from "./hub.js";
+import { loadPlotly } from "./plotly_loader.js";
 import { fade, rankColor, rankDash, theme } from "./palette.js";
 
 const DEBOUNCE_MS = 200;
@@ -30,25 +31,6 @@ export default function mount({ data, parentElement }, base) {
     chart.destroy();
     if (parentElement.ddpChart === chart) delete parentElement.ddpChart;
   };
-}
-
-let loading = null;
-
-function loadPlotly(base, version) {
-  loading ??= window.Plotly
-    ? Promise.resolve()
-    : new Promise((resolve, reject) => {
-        const script = document.createElement("script");
-        script.src = `${base}ddp/plotly.min.js?v=${version}`;
-        script.onload = resolve;
-        script.onerror = () => {
-          loading = null;
-          script.remove();
-          reject(new Error("plotly.js could not be loaded"));
-        };
-        document.head.append(script);
-      });
-  return loading;
 }
 
 class Chart {
@@ -152,17 +134,20 @@ class Chart {
 
   /** The traces as they are shown, in order: ranks or GPUs, then the mean. */
   series() {
-    return this.curves.keys().map((key, place) => {
+    const keys = this.curves.keys();
+    const whole = this.data.whole && keys.includes("mean") && this.curves.last("mean") !== null;
+    return (whole ? ["mean"] : keys).map((key, place) => {
       const about = this.about?.traces?.[key] ?? {};
       const mean = key === "mean";
       const index = about.index ?? (mean ? -1 : Number(key));
+      if (whole) return { key, place, mean: false, whole, index: 0, name: "all ranks", label: "all ranks" };
       const name = mean ? "mean" : (about.name ?? `rank ${key}`);
       return { key, place, mean, index, name, detail: about.detail, label: mean ? "mean" : name.replace(/^rank /, "") };
     });
   }
 
   color(series) {
-    if (series.mean || this.data.kind === "host") return this.theme.text;
+    if (series.mean || series.whole || this.data.kind === "host") return this.theme.text;
     return rankColor(series.index, this.theme.dark);
   }
 

@@ -1,5 +1,6 @@
 // The launch page's plan: what one click on Start will do, in numbers.
 import { DASH, Table, h, integer, setClass, setText } from "./panels_dom.js";
+import { loadPlotly } from "./plotly_loader.js";
 
 export function plan(root, context) {
   const facts = ["Effective batch", "Steps", "Samples"].map((name) => [name, h("dd"), h("span", { class: "muted" })]);
@@ -40,5 +41,7 @@ export function plan(root, context) {
   }
 
   update(context.data);
+  // The next page is the run's, with its charts: what they need can be here by then.
+  requestIdleCallback(() => loadPlotly(context.base, context.data.plotly).catch(() => {}), { timeout: 3000 });
   return { update };
 }

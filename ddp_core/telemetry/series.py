@@ -204,7 +204,7 @@ class RunSeries:
         """Read what is new, of each file at most ``max_bytes``.
 
         Returns:
-            Whether anything was, or points were taken back.
+            Whether anything was (a line that had to be skipped too), or points were taken back.
         """
         self._find_logs()
         changed = False
@@ -213,7 +213,9 @@ class RunSeries:
             for (of, rank), log in self._logs.items():
                 if of != attempt:
                     continue
+                skipped = log.skipped
                 records = log.poll(max_bytes)
+                changed |= log.skipped != skipped
                 if log.generation != self._log_generations[of, rank]:
                     # A log that was cut or replaced: what was read of it is void, so all is read again.
                     self._begin()
