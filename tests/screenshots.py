@@ -91,7 +91,8 @@ def _use_all_gpus(page: Page) -> None:
 
 def _page(browser: Browser, theme: str, width: int) -> Page:
     scheme = "dark" if theme == "dark" else "light"
-    context = browser.new_context(viewport={"width": width, "height": 1180 if width > 1000 else 1000}, color_scheme=scheme)
+    height = 1180 if width > 1000 else 1000
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     context.set_default_timeout(120_000)
     return context.new_page()
 

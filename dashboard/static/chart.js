@@ -173,22 +173,15 @@ class Chart {
     const { factor, unit } = this.scale();
     const shown = this.series();
     this.many = shown.length > MANY;
-    const traces = shown.map((series) => this.trace(series, factor));
-    traces.push(this.badTrace(shown));
-    this.revision += 1;
-    await window.Plotly.react(this.plot, traces, this.layout(unit, factor), {
-      displaylogo: false,
-      displayModeBar: "hover",
-      doubleClick: false,
-      modeBarButtons: [["zoom2d", "pan2d", "toImage"]],
-      toImageButtonOptions: { filename: this.data.title, scale: 2 },
-    });
+    const points = this.curves.count();
+    // Empty axes look the same whoever joins: while ranks start, the processor is theirs.
+    const empty = points ? null : JSON.stringify([this.width, this.theme, unit]);
+    if (!empty || empty !== this.emptyDrawn) await this.plotCurves(shown, unit, factor);
+    this.emptyDrawn = empty;
     if (this.dead) return;
-    if (!this.drawn) this.listen();
     this.unit.textContent = unit;
     this.showLegend(shown, factor);
     this.showNote();
-    const points = this.curves.count();
     Object.assign(this.root.dataset, {
       points,
       lastX: this.curves.lastX() ?? "",
@@ -200,6 +193,20 @@ class Chart {
     this.root.dispatchEvent(
       new CustomEvent("ddp:drawn", { bubbles: true, detail: { points, lastX: this.curves.lastX(), draws: this.revision } }),
     );
+  }
+
+  async plotCurves(shown, unit, factor) {
+    const traces = shown.map((series) => this.trace(series, factor));
+    traces.push(this.badTrace(shown));
+    this.revision += 1;
+    await window.Plotly.react(this.plot, traces, this.layout(unit, factor), {
+      displaylogo: false,
+      displayModeBar: "hover",
+      doubleClick: false,
+      modeBarButtons: [["zoom2d", "pan2d", "toImage"]],
+      toImageButtonOptions: { filename: this.data.title, scale: 2 },
+    });
+    if (!this.drawn && !this.dead) this.listen();
   }
 
   trace(series, factor) {
