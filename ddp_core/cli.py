@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -30,6 +30,8 @@ StoreOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on standard output.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, such as digits-1.")]
+
+Document = TypeVar("Document")
 
 _SHOW_EVERY_S = 1.0
 _LAUNCH_HELP = """Start a run from a config file.
@@ -61,22 +63,14 @@ def launch_command(
 @app.command("ls")
 def ls_command(store: StoreOption = None, as_json: JsonOption = False) -> int:
     """List the runs, newest first."""
-    rows = runs.ls(Store(store))
-    if as_json:
-        out.json_line(rows)
-    else:
-        out.run_table(rows)
+    _print(runs.ls(Store(store)), as_json, out.run_table)
     return 0
 
 
 @app.command("show")
 def show_command(run: RunArgument, store: StoreOption = None, as_json: JsonOption = False) -> int:
     """Show everything known about a run."""
-    document = runs.show(Store(store).run(run))
-    if as_json:
-        out.json_line(document)
-    else:
-        out.run_details(document)
+    _print(runs.show(Store(store).run(run)), as_json, out.run_details)
     return 0
 
 
@@ -92,11 +86,7 @@ def stop_command(
     """Stop a run and wait until nothing of it is left."""
     found = Store(store).run(run)
     runs.stop(found, grace, wait=True)
-    document = runs.show(found)
-    if as_json:
-        out.json_line(document)
-    else:
-        out.say(f"{run}: {document['reason'] or document['state']}")
+    _print(runs.show(found), as_json, lambda document: out.say(f"{run}: {document['reason'] or document['state']}"))
     return 0
 
 
@@ -128,28 +118,25 @@ def gpus_command(
 ) -> int:
     """Show every GPU of this machine, its load and who uses it."""
     while True:
-        document = runs.gpus_document()
-        if as_json:
-            out.json_line(document)
-        else:
-            out.gpu_table(document)
+        _print(runs.gpus_document(), as_json, out.gpu_table)
         if not watch:
             return 0
         time.sleep(_SHOW_EVERY_S)
 
 
-def _follow(run: RunDir, as_json: bool) -> int:
-    """Print changes of state, progress once a second, and at last the show document."""
-    for line in _progress(run):
-        if as_json:
-            out.json_line(line)
-        else:
-            out.progress(line)
-    document = runs.show(run)
+def _print(document: Document, as_json: bool, for_people: Callable[[Document], None]) -> None:
     if as_json:
         out.json_line(document)
     else:
-        out.run_details(document)
+        for_people(document)
+
+
+def _follow(run: RunDir, as_json: bool) -> int:
+    """Print changes of state, progress once a second, and at last the show document."""
+    for line in _progress(run):
+        _print(line, as_json, out.progress)
+    document = runs.show(run)
+    _print(document, as_json, out.run_details)
     return 0 if document["state"] == "finished" else 1
 
 

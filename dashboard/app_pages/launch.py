@@ -38,6 +38,12 @@ def machine_gpus() -> dict[str, Any]:
     return runs.gpus_document()
 
 
+@st.cache_data(ttl=60, show_spinner="Looking at this machine…")
+def demo() -> RunConfig:
+    """What an untouched form shows: a run that works on this machine."""
+    return runs.demo_config()
+
+
 def widget(name: str) -> str:
     """Key of a value's widget in the form as it was filled last."""
     return f"launch_{STATE['launch_form_number']}.{name}"
@@ -90,7 +96,7 @@ def open_form() -> str:
     STATE["launch_problem"] = None
     values = drafts().get(token) or (before if not source else None)
     if values is None:
-        values = form.fill(RunConfig())
+        values = form.fill(demo())
         if source:
             try:
                 values = form.fill(STORE.run(source).config())
@@ -104,7 +110,7 @@ def open_form() -> str:
 
 def current_values(token: str) -> dict[str, Any]:
     """What the form holds now; remembered under its token, also what is not on the screen."""
-    draft = drafts().setdefault(token, form.fill(RunConfig()))
+    draft = drafts().setdefault(token, form.fill(demo()))
     for key in draft:
         # Streamlit forgets a widget's value when it was not shown in a run.
         draft[key] = STATE.setdefault(widget(key), draft[key])
@@ -163,7 +169,7 @@ def take_upload() -> None:
 
 def reset() -> None:
     """Fill the form with the demo."""
-    values = form.fill(RunConfig())
+    values = form.fill(demo())
     put(values)
     show_yaml(form.as_yaml(values))
 

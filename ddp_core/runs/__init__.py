@@ -4,7 +4,7 @@ from ddp_core.runs.actions import ensure_supervised, launch, stop
 from ddp_core.runs.command import torchrun_command
 from ddp_core.runs.documents import ls, show
 from ddp_core.runs.gpus import document as gpus_document
-from ddp_core.runs.preflight import Finding, preflight, split_preview
+from ddp_core.runs.preflight import Finding, demo_config, preflight, split_preview
 from ddp_core.runs.state import RunStatus
 from ddp_core.runs.store import RunDir, Store
 
@@ -13,6 +13,7 @@ __all__ = [
     "RunDir",
     "RunStatus",
     "Store",
+    "demo_config",
     "ensure_supervised",
     "gpus_document",
     "launch",

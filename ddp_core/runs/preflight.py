@@ -41,6 +41,16 @@ def preflight(config: RunConfig, found: Report | None = None) -> list[Finding]:
     return sorted(findings, key=lambda f: ("error", "warning", "info").index(f["level"]))
 
 
+def demo_config(found: Report | None = None) -> RunConfig:
+    """A config that runs on this machine as it is: one rank on each GPU torch can use, else four on the CPU."""
+    found = found if found is not None else gpus.report()
+    demo = RunConfig()
+    if not gpus.trains_on_gpus(demo, found)[0]:
+        return demo
+    healthy = sum(gpu["status"] == "ok" for gpu in found["gpus"])
+    return demo.model_copy(update={"launch": demo.launch.model_copy(update={"nproc_per_node": max(1, healthy)})})
+
+
 def dataset_size(config: RunConfig) -> tuple[int, int]:
     """Training and validation samples the config's data set has; zeros for a folder that is not there."""
     training = config.training

@@ -17,57 +17,27 @@ from typing import Any, Literal, TypedDict
 
 import pynvml
 
-_lib: Any = pynvml  # it carries no annotations
+from ddp_core.telemetry.nvml_errors import (
+    ERRORS,
+    LOST,
+    MAYBE_DRIVER,
+    NO_FUNCTION,
+    driver_reason,
+    error_code,
+    field_reason,
+)
 
-# A mismatch of nvidia-ml-py and the driver is deliberately no NVMLError in nvidia-ml-py.
-_ERRORS: tuple[type[Exception], ...] = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
+_lib: Any = pynvml  # it carries no annotations
 
 FIELDS = ("busy", "memory_used", "memory_total", "power_w", "power_limit_w", "temperature_c", "sm_clock_mhz")
 """The measured fields of a :class:`GpuSample`."""
 
-LOST = "GPU is lost (fell off the bus)"
 _NO_VALUE = "the driver gives no value"
 
 _SCAN_S = 10.0  # how often to look for other GPUs and another order
 _REINIT_S = 60.0  # how often to start NVML anew while a GPU is lost: a reset GPU is only seen by a new start
 _NO_UINT = 2**32 - 1  # NVML_VALUE_NOT_AVAILABLE
 _ABSURD_BYTES = 2**50
-_NO_FUNCTION = pynvml.NVML_ERROR_FUNCTION_NOT_FOUND
-
-_FIELD_REASONS = {
-    pynvml.NVML_ERROR_NOT_SUPPORTED: "not supported by this GPU",
-    pynvml.NVML_ERROR_NO_PERMISSION: "no permission",
-    pynvml.NVML_ERROR_TIMEOUT: "the driver did not answer in time",
-    _NO_FUNCTION: "not offered by this version of the driver",
-    pynvml.NVML_ERROR_GPU_IS_LOST: LOST,
-    pynvml.NVML_ERROR_GPU_NOT_FOUND: LOST,
-    pynvml.NVML_ERROR_RESET_REQUIRED: "the GPU must be reset first",
-    pynvml.NVML_ERROR_IN_USE: "the GPU is held by another program",
-    pynvml.NVML_ERROR_NO_DATA: "the driver has no value yet",
-    pynvml.NVML_ERROR_NOT_READY: "the driver has no value yet",
-    pynvml.NVML_ERROR_UNKNOWN: "the driver failed with an unknown error",
-}
-_DRIVER_REASONS = {
-    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "no NVIDIA driver found (libnvidia-ml.so.1 is missing); "
-    "install the driver, or give the container access to the GPUs",
-    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded; load it (modprobe nvidia) or reboot",
-    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "the NVIDIA driver and its library are of different versions, "
-    "as after an update; reboot, or reload the driver and start this program again",
-    pynvml.NVML_ERROR_NO_PERMISSION: "no permission to use the NVIDIA driver; check the rights of /dev/nvidia*",
-    _NO_FUNCTION: "the NVIDIA driver is too old for nvidia-ml-py; update the driver",
-    pynvml.NVML_ERROR_UNINITIALIZED: "the connection to the NVIDIA driver was lost",
-    pynvml.NVML_ERROR_GPU_IS_LOST: "the NVIDIA driver has lost its GPUs; reboot, and look for Xid in dmesg",
-    pynvml.NVML_ERROR_UNKNOWN: "the NVIDIA driver fails with an unknown error; look for Xid in dmesg, "
-    "and start the container again if this is one",
-}
-# Codes that may mean that the driver is gone rather than that one value is.
-_MAYBE_DRIVER = {
-    pynvml.NVML_ERROR_UNINITIALIZED,
-    pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
-    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
-    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
-    pynvml.NVML_ERROR_UNKNOWN,
-}
 
 
 class GpuSample(TypedDict):
@@ -179,7 +149,7 @@ class Nvml:
         for gpu in self._gpus.values():
             if gpu.lost:
                 continue
-            with contextlib.suppress(*_ERRORS):
+            with contextlib.suppress(*ERRORS):
                 entries = _running_processes(gpu.handle)
                 found[gpu.uuid] = [
                     {"pid": entry.pid, "memory_used": _plausible(entry.usedGpuMemory, gpu.memory_total)}
@@ -191,7 +161,7 @@ class Nvml:
         """Let go of the driver. A later call would connect again."""
         if self._ready:
             self._ready = False
-            with contextlib.suppress(*_ERRORS):
+            with contextlib.suppress(*ERRORS):
                 _lib.nvmlShutdown()
 
     def _connect(self) -> bool:
@@ -212,7 +182,7 @@ class Nvml:
                 self.driver = _text(_lib.nvmlSystemGetDriverVersion)
                 self.cuda = _cuda_version()
             self._scan()
-        except _ERRORS as error:
+        except ERRORS as error:
             self._disconnect(error)
             return False
         self._scan_at = now + _SCAN_S
@@ -228,7 +198,7 @@ class Nvml:
     def _disconnect(self, error: Exception) -> None:
         self.close()
         self.driver = None
-        self._error = _driver_reason(error)
+        self._error = driver_reason(error)
         self._retry_at = time.monotonic() + self._retry_s
         self._retry_s = min(self._retry_s * 2, self._retry_most)
         self._scan_at = 0.0
@@ -241,8 +211,8 @@ class Nvml:
             try:
                 handle = _lib.nvmlDeviceGetHandleByIndex(index)
                 present[_text(_lib.nvmlDeviceGetUUID, handle)] = index, handle
-            except _ERRORS as error:
-                unreadable[index] = _field_reason(error)
+            except ERRORS as error:
+                unreadable[index] = field_reason(error)
         self._forget_placeholders()
         # With a GPU gone, NVML counts the rest anew. Keep the known numbers then: a row is not to change its number
         # because another one was lost. With all of them there, NVML's order is the truth.
@@ -259,7 +229,7 @@ class Nvml:
             gpu.lost = gpu.mig = None
             self._gpus[uuid] = gpu
             if gpu.name is None:
-                with contextlib.suppress(*_ERRORS):
+                with contextlib.suppress(*ERRORS):
                     gpu.name = _text(_lib.nvmlDeviceGetName, handle)
         for index, reason in unreadable.items():
             gpu = _Gpu(self._free_index(index), f"unknown-{index}")
@@ -282,12 +252,12 @@ class Nvml:
         for fields, read in _READS:
             try:
                 read(gpu.handle, row)
-            except _ERRORS as error:
-                code = _code(error)
+            except ERRORS as error:
+                code = error_code(error)
                 if code in (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_GPU_NOT_FOUND):
                     return self._lose(gpu)
                 failures.append(error)
-                reason = _field_reason(error)
+                reason = field_reason(error)
                 if fields[0] == "busy" and code == pynvml.NVML_ERROR_NOT_SUPPORTED and self._is_mig(gpu):
                     reason = "not available while MIG is on"
                 for field in fields:
@@ -307,7 +277,7 @@ class Nvml:
         if gpu.mig is None:
             try:
                 gpu.mig = _lib.nvmlDeviceGetMigMode(gpu.handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
-            except _ERRORS:
+            except ERRORS:
                 gpu.mig = False
         return gpu.mig
 
@@ -324,18 +294,18 @@ class _DriverGone(Exception):  # noqa: N818  it is caught here and never shown
 
 def _check_driver(failures: list[Exception]) -> None:
     """Raise if these failures of one GPU are really the driver's: then a question about no GPU fails as well."""
-    codes = {_code(error) for error in failures}
-    if not codes & _MAYBE_DRIVER:
+    codes = {error_code(error) for error in failures}
+    if not codes & MAYBE_DRIVER:
         return
     try:
         _lib.nvmlDeviceGetCount()
-    except _ERRORS as error:
+    except ERRORS as error:
         raise _DriverGone(error) from None
 
 
 def _check_rights(rows: list[GpuSample]) -> None:
     """Raise if no GPU gives anything: a container that lost its rights gets "unknown error" for all but the count."""
-    unknown = dict.fromkeys(FIELDS, _FIELD_REASONS[pynvml.NVML_ERROR_UNKNOWN])
+    unknown = dict.fromkeys(FIELDS, field_reason(_lib.NVMLError(pynvml.NVML_ERROR_UNKNOWN)))
     if rows and all(row["missing"] == unknown for row in rows):
         raise _DriverGone(_lib.NVMLError(pynvml.NVML_ERROR_UNKNOWN))
 
@@ -353,8 +323,8 @@ def _read_memory(handle: Any, row: GpuSample) -> None:
         # The second version counts the driver's own reserve apart; the first one counts it as used.
         memory = _lib.nvmlDeviceGetMemoryInfo(handle, version=_lib.nvmlMemory_v2)
         row["memory_used"] = memory.used
-    except _ERRORS as error:
-        if _code(error) not in (_NO_FUNCTION, pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH):
+    except ERRORS as error:
+        if error_code(error) not in (NO_FUNCTION, pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH):
             raise
         memory = _lib.nvmlDeviceGetMemoryInfo(handle)
         row["missing"]["memory_used"] = "this driver counts its own reserve as used; drivers from 510 on do not"
@@ -379,9 +349,9 @@ def _put_watts(row: GpuSample, field: Literal["power_w", "power_limit_w"], milli
 def _read_temperature(handle: Any, row: GpuSample) -> None:
     try:
         row["temperature_c"] = _lib.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
-    except _ERRORS as error:
+    except ERRORS as error:
         # NVIDIA announced the removal of the first call with CUDA 14; its successor needs a driver from 2025.
-        if _code(error) != _NO_FUNCTION:
+        if error_code(error) != NO_FUNCTION:
             raise
         row["temperature_c"] = _lib.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU)
 
@@ -403,8 +373,8 @@ _READS: tuple[tuple[tuple[str, ...], Callable[[Any, GpuSample], None]], ...] = (
 def _running_processes(handle: Any) -> list[Any]:
     try:
         return list(_lib.nvmlDeviceGetComputeRunningProcesses_v3(handle))
-    except _ERRORS as error:
-        if _code(error) != _NO_FUNCTION:
+    except ERRORS as error:
+        if error_code(error) != NO_FUNCTION:
             raise
         return list(_lib.nvmlDeviceGetComputeRunningProcesses_v2(handle))
 
@@ -452,20 +422,6 @@ def _cuda_version() -> str | None:
     """Read the newest CUDA that the driver supports, such as ``13.0``."""
     try:
         version = int(_lib.nvmlSystemGetCudaDriverVersion_v2())
-    except _ERRORS:
+    except ERRORS:
         return None
     return f"{version // 1000}.{version % 1000 // 10}"
-
-
-def _code(error: Exception) -> int:
-    return int(getattr(error, "value", _NO_FUNCTION))  # the mismatch error has no code; it is about a function
-
-
-def _field_reason(error: Exception) -> str:
-    code = _code(error)
-    return _FIELD_REASONS.get(code) or f"{str(error).rstrip('.').lower()} (NVML error {code})"
-
-
-def _driver_reason(error: Exception) -> str:
-    code = _code(error)
-    return _DRIVER_REASONS.get(code) or f"the NVIDIA driver cannot be used: {error} (NVML error {code})"

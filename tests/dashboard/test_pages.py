@@ -17,6 +17,7 @@ from tests.conftest import wait_for
 from tests.dashboard.conftest import APP, Dashboard, serve
 from tests.dashboard.synthetic import SyntheticRun
 from tests.fake_nvml import FakeNvml
+from tests.runs import live
 
 # Several of these wait for pages, and runs, on a machine that may be busy.
 expect.set_options(timeout=20_000)
@@ -31,6 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     (folder / "store").mkdir()
     with serve(folder, folder / "store", {}, APP, ()) as found:
         yield found
+    live.cleared(runs.Store(folder / "store"))
 
 
 def open_launch(page: Page, site: Dashboard, query: str = "") -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 from ddp_core.config import from_dict
+from ddp_core.errors import UserError
 from ddp_core.runs import RunDir, RunStatus, Store, launch, processes, show, stop
 from tests.conftest import wait_for
 
@@ -48,7 +50,8 @@ def marked(run: RunDir) -> list[int]:
 def cleared(store: Store) -> None:
     """End whatever a failed test has left."""
     for run in store.runs():
-        stop(run, 0, wait=True)
+        with contextlib.suppress(UserError):  # a directory that a test has damaged on purpose
+            stop(run, 0, wait=True)
 
 
 def kill(pid: int, signum: signal.Signals = signal.SIGKILL) -> None:

@@ -8,7 +8,19 @@ import pytest
 
 from ddp_core.config import RunConfig, from_dict
 from ddp_core.errors import UserError
-from ddp_core.runs import RunDir, Store, launch, leases, preflight, processes, show, split_preview, stop
+from ddp_core.runs import (
+    RunDir,
+    Store,
+    demo_config,
+    gpus,
+    launch,
+    leases,
+    preflight,
+    processes,
+    show,
+    split_preview,
+    stop,
+)
 from ddp_core.runs.command import torchrun_command, torchrun_environment
 from ddp_core.runs.evidence import exit_words, find_failure
 from ddp_core.runs.state import TRANSITIONS, RunState, RunStatus, moved, read_state, write_state
@@ -139,6 +151,13 @@ def test_the_split_preview_of_the_demo():
     assert (preview["effective_batch"], preview["train_samples"], preview["val_samples"]) == (64, 1437, 360)
     assert (preview["per_rank"], preview["padded"], preview["steps_per_epoch"]) == (360, 3, 23)
     assert [rank["first"] for rank in preview["ranks"]] == [[r, r + 4, r + 8, r + 12] for r in range(4)]
+
+
+def test_the_demo_takes_every_gpu_that_torch_can_use(monkeypatch):
+    report = {"driver": "570", "error": None, "gpus": [{"status": "ok"}, {"status": "lost"}, {"status": "ok"}]}
+    assert demo_config({"driver": None, "error": "none", "gpus": []}) == RunConfig()
+    monkeypatch.setattr(gpus, "trains_on_gpus", lambda *_: (True, ""))
+    assert demo_config(report).launch.nproc_per_node == 2
 
 
 def test_a_missing_data_folder_is_an_error_that_names_it(tmp_path):
