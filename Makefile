@@ -2,13 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PORT ?= 8501
+PORT ?=
 CHROMIUM := $(firstword $(shell command -v chromium chromium-browser google-chrome 2>/dev/null))
 
 .PHONY: dashboard test lint browser screenshots clean
 
 dashboard: $(VENV)/.app
-	$(BIN)/streamlit run dashboard/app.py --server.port $(PORT)
+	$(BIN)/streamlit run dashboard/app.py $(if $(PORT),--server.port $(PORT))
 
 test: $(VENV)/.test browser
 	$(BIN)/pytest $(PYTEST_ARGS)

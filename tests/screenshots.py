@@ -1,4 +1,4 @@
-"""Take the pictures the README and the docs show: ``python -m tests.screenshots [FOLDER]``.
+"""Take the README's pictures, or with a folder those of every page: ``python -m tests.screenshots [FOLDER]``.
 
 A real run of four ranks on four simulated GPUs, in a real browser, light and dark, wide and narrow.
 """
@@ -20,9 +20,13 @@ from tests.fake_nvml import FakeNvml
 
 expect.set_options(timeout=60_000)
 
+LOOKS = (("light", 1400), ("dark", 1400), ("light", 700), ("dark", 700))
+# When the curves have a shape.
+SOME_WAY_IN = "() => Number(document.querySelector('[aria-label=Loss].ddp-chart')?.dataset.lastX) > 500"
 
-def main(folder: Path) -> None:
-    """Take every picture into ``folder``."""
+
+def main(folder: Path, *, every_page: bool) -> None:
+    """Take the run page's pictures, or those of every page, into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
         fake = FakeNvml(Path(scratch) / "nvml", gpus=4)
@@ -33,7 +37,7 @@ def main(folder: Path) -> None:
         env = fake.env() | {"DDP_LEASES": f"{scratch}/leases"}
         try:
             with serve(Path(scratch), Path(scratch) / "store", env, APP, ()) as site:
-                _story(browser, site, folder)
+                _story(browser, site, folder, every_page)
         finally:
             done.set()
             mover.join()
@@ -42,45 +46,34 @@ def main(folder: Path) -> None:
                 stop(run, 0, wait=True)
 
 
-def _story(browser: Browser, site: Dashboard, folder: Path) -> None:
+def _story(browser: Browser, site: Dashboard, folder: Path, every_page: bool) -> None:
     page = _page(browser, "light", 1400)
     page.goto(site.url)
     _use_all_gpus(page)
-    _shoot(page, folder / "launch-light.png")
     page.get_by_role("button", name="Start", exact=True).click()
     page.wait_for_url("**/run?run=digits-1")
     expect(page.locator(".pill").first).to_have_text("running")
-    # Some way into the training, when the curves have a shape.
-    page.wait_for_function("() => Number(document.querySelector('[aria-label=Loss].ddp-chart')?.dataset.lastX) > 500")
-    run_url = page.url
-    _shoot(page, folder / "run-light.png")
-    for name, theme, width in (
-        ("run-dark", "dark", 1400),
-        ("run-narrow", "light", 700),
-        ("run-narrow-dark", "dark", 700),
-    ):
-        other = _page(browser, theme, width)
-        other.goto(run_url)
-        other.wait_for_function(
-            "() => Number(document.querySelector('[aria-label=Loss].ddp-chart')?.dataset.lastX) > 500"
-        )
-        _shoot(other, folder / f"{name}.png")
-        other.close()
-    for name, path in (("gpus", "gpus"), ("runs", "runs"), ("launch", "")):
-        for theme, width in (("light", 1400), ("dark", 1400), ("light", 700), ("dark", 700)):
+    pages = {"run": "run?run=digits-1"} | ({"gpus": "gpus", "runs": "runs", "launch": ""} if every_page else {})
+    for name, path in pages.items():
+        for theme, width in LOOKS if every_page else LOOKS[:2]:
             other = _page(browser, theme, width)
             other.goto(f"{site.url}{path}")
             expect(other.locator(".panel").first).to_be_visible()
+            if name == "run":
+                other.wait_for_function(SOME_WAY_IN)
             _shoot(other, folder / f"{name}-{theme}{'' if width == 1400 else '-narrow'}.png")
             other.close()
     page.get_by_role("button", name="Stop", exact=True).click()
+    if every_page:
+        _shoot(page, folder / "stopping-light.png", wait_ms=300)
     expect(page.locator(".panel[data-panel=header]")).to_contain_text("no process left")
-    _shoot(page, folder / "stopped-light.png")
+    if every_page:
+        _shoot(page, folder / "stopped-light.png")
 
 
 def _use_all_gpus(page: Page) -> None:
     """Give the form the demo on all four GPUs, as YAML."""
-    config = from_dict({"launch": {"gpus": [0, 1, 2, 3]}, "training": {"epochs": 150}})
+    config = from_dict({"launch": {"gpus": [0, 1, 2, 3]}, "training": {"epochs": 200}})
     page.get_by_role("tab", name="YAML").click()
     text = page.get_by_role("textbox", name="Config as YAML")
     text.fill(to_yaml(config))
@@ -97,10 +90,9 @@ def _page(browser: Browser, theme: str, width: int) -> Page:
     return context.new_page()
 
 
-def _shoot(page: Page, path: Path) -> None:
-    page.wait_for_load_state("networkidle")
-    # Give the charts of a page that was just opened one round of samples to draw.
-    page.wait_for_timeout(2500)
+def _shoot(page: Page, path: Path, wait_ms: int = 2500) -> None:
+    # The charts of a page that was just opened get a round or two of samples to draw.
+    page.wait_for_timeout(wait_ms)
     page.screenshot(path=path, full_page=True, animations="disabled")
     print(path)
 
@@ -112,4 +104,5 @@ def _move(fake: FakeNvml, done: threading.Event) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "images")
+    chosen = sys.argv[1:]
+    main(Path(chosen[0]) if chosen else ROOT / "docs" / "images", every_page=bool(chosen))

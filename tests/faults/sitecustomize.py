@@ -1,7 +1,8 @@
 """Faults for real ranks: put this folder on a run's PYTHONPATH and name the fault in FAULT.
 
 ``raise``: the rank FAULT_RANK raises in its main thread on SIGUSR1, wherever it is.
-``ignore_term``: the rank FAULT_RANK ignores SIGTERM, whatever the training installs later.
+``ignore_term``: the rank FAULT_RANK never ends on SIGTERM and takes no further step either, whatever the
+training installs later, so that the other ranks wait for it.
 ``grandchild``: the rank FAULT_RANK leaves a process in a session of its own behind.
 """
 
@@ -9,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 if os.environ.get("RANK") == os.environ.get("FAULT_RANK", "none"):
     fault = os.environ.get("FAULT")
@@ -19,7 +21,12 @@ if os.environ.get("RANK") == os.environ.get("FAULT_RANK", "none"):
 
         signal.signal(signal.SIGUSR1, _raise)
     elif fault == "ignore_term":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+        def _hang(*_: object) -> None:
+            while True:
+                time.sleep(1)
+
+        signal.signal(signal.SIGTERM, _hang)
         _signal = signal.signal
 
         def _keep(signum: int, handler: object) -> object:
