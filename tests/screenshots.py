@@ -49,7 +49,7 @@ def main(folder: Path, *, every_page: bool) -> None:
 def _story(browser: Browser, site: Dashboard, folder: Path, every_page: bool) -> None:
     page = _page(browser, "light", 1400)
     page.goto(site.url)
-    _use_all_gpus(page)
+    _use_all_gpus(page, epochs=1000 if every_page else 200)
     page.get_by_role("button", name="Start", exact=True).click()
     page.wait_for_url("**/run?run=digits-1")
     expect(page.locator(".pill").first).to_have_text("running")
@@ -71,9 +71,9 @@ def _story(browser: Browser, site: Dashboard, folder: Path, every_page: bool) ->
         _shoot(page, folder / "stopped-light.png")
 
 
-def _use_all_gpus(page: Page) -> None:
+def _use_all_gpus(page: Page, epochs: int) -> None:
     """Give the form the demo on all four GPUs, as YAML."""
-    config = from_dict({"launch": {"gpus": [0, 1, 2, 3]}, "training": {"epochs": 200}})
+    config = from_dict({"launch": {"gpus": [0, 1, 2, 3]}, "training": {"epochs": epochs}})
     page.get_by_role("tab", name="YAML").click()
     text = page.get_by_role("textbox", name="Config as YAML")
     text.fill(to_yaml(config))
