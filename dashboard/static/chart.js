@@ -361,7 +361,7 @@ class Chart {
       const button = this.legend.querySelectorAll("button")[place];
       button.setAttribute("aria-pressed", String(!this.hidden.has(series.key)));
       button.firstChild.style.setProperty("--ddp-color", this.color(series));
-      if (!series.mean && !this.time) return;
+      if (!series.mean && !series.whole && !this.time) return;
       const last = this.curves.last(series.key);
       button.lastChild.textContent = short(last === null ? null : last * factor, this.unit.textContent);
     });

@@ -56,12 +56,14 @@ def serve(folder: Path, store: Path, env: dict[str, str], app: Path, options: tu
         port = probe.getsockname()[1]
     log = folder / f"dashboard-{port}.log"
     command = [sys.executable, "-m", "streamlit", "run", str(app), "--server.port", str(port)]
-    command += ["--server.headless", "true", "--server.address", "127.0.0.1", *options]
+    if app != APP:  # the dashboard brings its own settings, wherever it is started
+        command += ["--server.headless", "true", "--server.address", "127.0.0.1"]
+    command += options
     base = "".join(f"{o.partition('=')[2].strip('/')}/" for o in options if o.startswith("--server.baseUrlPath="))
     url = f"http://127.0.0.1:{port}/{base}"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "DDP_STORE": str(store), **env}, stdout=out, stderr=out
+            command, cwd=folder, env={**os.environ, "DDP_STORE": str(store), **env}, stdout=out, stderr=out
         )
     try:
         deadline = time.monotonic() + 30
