@@ -39,14 +39,14 @@ export function list(root, context) {
       },
     },
     {
-      title: "Loss", class: "num",
+      title: "Loss", class: "num", help: "Mean of the ranks' losses: at the end, or now while the run goes on",
       cell: (run, td) => {
-        const loss = number(run.final?.loss);
+        const loss = number(run.latest?.loss);
         setText(td, measure(loss));
         setClass(td, "bad", loss !== null && !Number.isFinite(loss));
       },
     },
-    { title: "Val. accuracy", class: "num", cell: (run, td) => setText(td, percent(run.final?.val_accuracy)) },
+    { title: "Val. accuracy", class: "num", cell: (run, td) => setText(td, percent(run.latest?.val_accuracy)) },
     {
       title: "Ranks", class: "num extra",
       cell: (run, td) => setText(td, run.nproc_per_node),

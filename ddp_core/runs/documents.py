@@ -15,6 +15,8 @@ from ddp_core.runs.command import torchrun_command
 from ddp_core.runs.state import RunState, RunStatus
 from ddp_core.runs.store import RunDir, Store
 
+NOTHING: dict[str, float | str | None] = {"loss": None, "val_loss": None, "val_accuracy": None}
+
 
 def show(run: RunDir) -> dict[str, Any]:
     """Everything known about a run at this moment, the ``show`` document.
@@ -60,7 +62,7 @@ def show(run: RunDir) -> dict[str, Any]:
         "steps_per_epoch": joined.get("steps_per_epoch"),
         "epoch": last["epoch"],
         "epochs": joined.get("epochs"),
-        "final": final or {"loss": None, "val_loss": None, "val_accuracy": None},
+        "final": final or NOTHING,
         "checkpoints": checkpoints(run, state.attempt),
         "failure": state.failure,
         "stop": state.stop,
@@ -86,7 +88,8 @@ def ls(store: Store) -> list[dict[str, Any]]:
                 "state": str(state.state),
                 "since": state.since,
                 "created": state.created,
-                "final": state.final or {"loss": None, "val_loss": None, "val_accuracy": None},
+                "final": state.final or NOTHING,
+                "latest": state.final if state.state.ended else _figures_now(run, state),
                 "gpus": list(state.gpus),
                 "duration_s": duration(state),
                 "started": state.started,
@@ -98,6 +101,12 @@ def ls(store: Store) -> list[dict[str, Any]]:
             }
         )
     return sorted(rows, key=lambda row: (row["created"], row["id"]), reverse=True)
+
+
+def _figures_now(run: RunDir, state: RunState) -> dict[str, float | None] | None:
+    if state.state is RunStatus.QUEUED:
+        return None
+    return evidence.figures(evidence.latest(run, state.attempt, state.nproc_per_node))
 
 
 def duration(state: RunState) -> float | None:
@@ -144,7 +153,8 @@ def _summary_of_nothing(run: RunDir) -> dict[str, Any]:
         "ended": None,
         "duration_s": None,
         "stage": "",
-        "final": {"loss": None, "val_loss": None, "val_accuracy": None},
+        "final": NOTHING,
+        "latest": None,
         "gpus": [],
         "nproc_per_node": None,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,17 @@ def latest(run: RunDir, attempt: int, nproc: int) -> dict[str, Any]:
                 result["val_loss"] = jsonl.number(validation.get("val_loss"))
                 result["val_accuracy"] = jsonl.number(validation.get("val_accuracy"))
     return result
+
+
+def figures(latest: Mapping[str, Any]) -> dict[str, float | None]:
+    """What :func:`latest` found in three numbers: the mean of the ranks' losses and the last validation.
+
+    Returns:
+        ``{"loss", "val_loss", "val_accuracy"}``, None where unknown; the loss is a mean over ranks.
+    """
+    losses = [loss for loss in latest["loss"].values() if loss is not None]
+    mean = sum(losses) / len(losses) if losses else None
+    return {"loss": mean, "val_loss": latest["val_loss"], "val_accuracy": latest["val_accuracy"]}
 
 
 def _size(path: Path) -> int:

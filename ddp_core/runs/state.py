@@ -42,7 +42,8 @@ TRANSITIONS: dict[RunStatus, frozenset[RunStatus]] = {
         {RunStatus.RUNNING, RunStatus.STOPPING, RunStatus.FINISHED, RunStatus.FAILED, RunStatus.LOST}
     ),
     RunStatus.RUNNING: frozenset({RunStatus.STOPPING, RunStatus.FINISHED, RunStatus.FAILED, RunStatus.LOST}),
-    RunStatus.STOPPING: frozenset({RunStatus.STOPPED, RunStatus.LOST}),
+    # Finished: it was done before the stop reached it.
+    RunStatus.STOPPING: frozenset({RunStatus.STOPPED, RunStatus.FINISHED, RunStatus.LOST}),
     RunStatus.STOPPED: frozenset(),
     RunStatus.FINISHED: frozenset(),
     RunStatus.FAILED: frozenset(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -108,16 +109,24 @@ def stop_request(run: RunDir) -> dict[str, Any] | None:
 def _gpus_released(uuids: set[str], pids: set[int]) -> bool | None:
     if not uuids:
         return None
+    answers: list[bool | None] = [None]
     deadline = time.monotonic() + _GPU_RELEASE_S
-    while True:
-        on_gpu = gpus.processes()
-        if not uuids & set(on_gpu):
-            return None
-        if not any(process["pid"] in pids for uuid in uuids for process in on_gpu.get(uuid, [])):
-            return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
+
+    def ask() -> None:
+        while time.monotonic() < deadline:
+            on_gpu = gpus.processes()
+            known = bool(uuids & set(on_gpu))
+            left = any(process["pid"] in pids for uuid in uuids for process in on_gpu.get(uuid, []))
+            answers.append(not left if known else None)
+            if not left:
+                return
+            time.sleep(0.1)
+
+    # A driver that hangs is not waited for: what is not known by then stays unknown.
+    asking = threading.Thread(target=ask, name="gpu release", daemon=True)
+    asking.start()
+    asking.join(_GPU_RELEASE_S)
+    return answers[-1]
 
 
 def _count(number: int) -> str:

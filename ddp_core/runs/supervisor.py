@@ -12,6 +12,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,10 @@ class Supervisor:
         self.leases = Leases()
         self.agent: subprocess.Popen[bytes] | None = None
         self.shutdown: Shutdown | None = None
+        self._over = threading.Event()
         self._followers: dict[int, JsonlFollower] = {}
         self._joined: set[int] = set()
         self._stop_seen: dict[str, Any] | None = None
-        self._next_sample = 0.0
 
     def main(self) -> None:
         """Carry the run to its end."""
@@ -63,7 +64,10 @@ class Supervisor:
                 self._start()
             else:
                 self._adopt()
+            # In a thread of its own: a driver that hangs must not keep a stop waiting.
+            threading.Thread(target=self._sample, name="sampling", daemon=True).start()
             self._watch()
+            self._over.set()
             self._settle()
         except UserError as error:
             self._fail(str(error))
@@ -147,12 +151,13 @@ class Supervisor:
                 self.shutdown = Shutdown(self.recorder.state.mark, None, self._leftover_grace(), self._say)
             else:
                 self._follow_ranks()
-            if time.monotonic() >= self._next_sample:
-                self._next_sample = time.monotonic() + SAMPLE_S
-                self.recorder.sample()
-                self.recorder.heartbeat()
+            self.recorder.heartbeat()
             _reap_orphans(self.agent)
             time.sleep(TICK_S)
+
+    def _sample(self) -> None:
+        while not self._over.wait(SAMPLE_S):
+            self.recorder.sample()
 
     def _look_for_stop(self) -> None:
         request = stop_request(self.run)
@@ -218,25 +223,20 @@ class Supervisor:
         state = self.recorder.state
         exit_code = self.agent.returncode if self.agent is not None else None
         last = evidence.latest(self.run, state.attempt, state.nproc_per_node)
-        losses = [loss for loss in last["loss"].values() if loss is not None]
-        final = {
-            "loss": sum(losses) / len(losses) if losses else None,
-            "val_loss": last["val_loss"],
-            "val_accuracy": last["val_accuracy"],
-        }
         known: dict[str, Any] = {
             "exit_code": exit_code,
-            "final": final,
+            "final": evidence.figures(last),
             "step": last["step"],
             "epoch": last["epoch"],
             "stage": "",
         }
         proof = self.shutdown.proof(state.gpus) if self.shutdown is not None else None
         outcomes = set(evidence.outcomes(self.run, state.attempt, state.nproc_per_node).values())
-        if state.state is RunStatus.STOPPING:
+        stopping = state.state is RunStatus.STOPPING
+        if stopping and outcomes != {"finished"}:
             assert proof is not None
             self.recorder.move(RunStatus.STOPPED, reason=stop_words(proof), stop=proof, **known)
-        elif exit_code == 0 or outcomes == {"finished"}:
+        elif (exit_code == 0 and not stopping) or outcomes == {"finished"}:
             after = f", then torchrun ended with {evidence.exit_words(exit_code)}" if exit_code else ""
             self.recorder.move(RunStatus.FINISHED, reason=f"training finished{after}", **known)
         elif outcomes == {"stopped"} and exit_code is not None and exit_code > 0:

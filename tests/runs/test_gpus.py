@@ -166,3 +166,17 @@ def test_the_samples_of_a_run_follow_the_driver_and_keep_what_is_missing(machine
     assert jsonl.number(found[0]["power_w"]) is not None
     machine.fake.restore(3)
     machine.ddp("stop", run.id)
+
+
+def test_a_driver_that_hangs_does_not_keep_a_stop_waiting(machine):
+    launched = machine.launch("--set", "gpus=2", "--set", "nproc_per_node=1", *CPU)
+    run = machine.store.run(json.loads(launched.stdout)["id"])
+    wait_for(lambda: tail_records(run.hardware_file), "the run is sampled")
+    machine.fake.delay(None, "*", 60_000)
+    try:
+        document = json.loads(machine.ddp("stop", run.id, "--json").stdout)
+    finally:
+        machine.fake.delay(None, "*", 0)
+    assert document["state"] == "stopped"
+    assert document["stop"]["seconds"] < 15
+    assert document["stop"]["left_alive"] == 0

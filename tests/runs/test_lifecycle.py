@@ -12,7 +12,7 @@ import orjson
 import psutil
 import pytest
 
-from ddp_core.runs import RunDir, Store, processes, show, stop
+from ddp_core.runs import RunDir, Store, ls, processes, show, stop
 from ddp_core.runs.evidence import tail_records
 from tests.runs import live
 
@@ -108,6 +108,8 @@ def test_two_runs_of_one_name_at_once_then_stop_one(store):
         assert not any(psutil.pid_exists(pid) for pid in mine)
         assert bystander.poll() is None
         assert show(second)["state"] == "running"
+        row = next(row for row in ls(store) if row["id"] == second.id)
+        assert (row["final"]["loss"], row["latest"]["loss"] is None) == (None, False)
         # The whole checkpoint that the ranks agreed on before they left.
         assert document["checkpoints"][-1]["step"] >= document["step"] > 0
     finally:
