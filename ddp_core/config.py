@@ -220,16 +220,35 @@ def from_yaml(text: str, *, source: str = "config") -> RunConfig:
 def parse_yaml(text: str, *, source: str = "config") -> dict[str, Any]:
     """Parse YAML into a mapping; UserError, with the line, if it is not one."""
     try:
-        document = yaml.safe_load(text)
+        document = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise UserError(f"{source}{where} is not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    except ValueError as error:  # a date that does not exist
+        raise UserError(f"{source} is not valid YAML: {error}") from None
+    except RecursionError:
+        raise UserError(f"{source} is not a config: it is nested too deeply") from None
     if document is None:
         return {}
     if not isinstance(document, dict):
         raise UserError(f"{source} must be a mapping of fields, not {_kind(document)}")
     return document
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Plain data only, and a key that stands twice is an error: YAML itself would keep the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the field {key.value} stands twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:

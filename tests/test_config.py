@@ -62,7 +62,18 @@ def test_bad_config_names_the_field_and_what_to_do(text, field, words):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("text", "words"), [("a: [", "line 1"), ("- 1", "not a list"), ("x: 1\n  y: 2", "line 2")])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [", "line 1"),
+        ("- 1", "not a list"),
+        ("x: 1\n  y: 2", "line 2"),
+        ("name: a\nname: b", "line 2, column 1 is not valid YAML: the field name stands twice"),
+        ("name: 2026-99-01", "month must be in 1..12"),
+        ("[" * 2000, "nested too deeply"),
+        ("name: \x00", "is not valid YAML"),
+    ],
+)
 def test_bad_yaml_names_the_place(text, words):
     with pytest.raises(UserError, match=words):
         from_yaml(text, source="run.yaml")
