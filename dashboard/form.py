@@ -168,21 +168,25 @@ def read(values: Mapping[str, Any]) -> tuple[RunConfig | None, dict[str, str]]:
     Returns:
         The config, or None; and one sentence for each field at fault, by dotted field name.
     """
+    problems: dict[str, str] = {}
     try:
         nested = document(values)
     except UserError as error:
-        return None, {error.field or "": error.message}
-    empty = [
-        field.name
+        problems[error.field or ""] = error.message
+        nested = document({**values, "launch.env": ""})
+    problems |= {
+        field.name: "cannot be empty"
         for field in FIELDS.values()
         if field.kind in ("number", "text", "suggest") and not field.optional and values[field.name] in ("", None)
-    ]
+    }
+    if values["launch.gpus"] == "choose" and not values[GPU_LIST]:
+        problems["launch.gpus"] = "choose at least one GPU, or None"
     try:
         config = RunConfig.model_validate(nested)
     except ValidationError as error:
-        problems = {_field_at_fault(name, text): text for name, text in config_module.field_errors(error).items()}
-        return None, problems | dict.fromkeys(empty, "cannot be empty")
-    return config, {}
+        found = config_module.field_errors(error).items()
+        return None, {_field_at_fault(name, text): text for name, text in found} | problems
+    return (None, problems) if problems else (config, {})
 
 
 def as_yaml(values: Mapping[str, Any]) -> str:

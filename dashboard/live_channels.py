@@ -133,14 +133,16 @@ def _metric(sub: Subscription) -> Payload | None:
             metric, None if key == "mean" else int(key), lo=lo, hi=hi, points=budget
         ),
         budget=budget,
-        about={"traces": {_key(key): {} for key in keys}, "note": _metric_note(feed, metric)},
+        about={
+            "traces": {_key(key): {} for key in keys},
+            "note": f"no {metric.replace('_', ' ')} was logged" if _over(feed) else None,
+        },
     )
 
 
-def _metric_note(feed: RunFeed, metric: str) -> str | None:
-    """Why there is nothing to draw and will not be: the run is over."""
-    over = feed.shown is not None and feed.shown["state"] in ENDED_STATES
-    return f"no {metric.replace('_', ' ')} was logged" if over else None
+def _over(feed: Feed) -> bool:
+    """Whether what is not there to draw will not come any more."""
+    return isinstance(feed, RunFeed) and feed.shown is not None and feed.shown["state"] in ENDED_STATES
 
 
 def _hardware(sub: Subscription) -> Payload | None:
@@ -157,11 +159,11 @@ def _hardware(sub: Subscription) -> Payload | None:
     of, field = str(sub.params.get("of", "gpus")), str(sub.params.get("field", "busy"))
     about: dict[str, dict[str, Any]]
     if of == "gpus":
-        known = [gpu["index"] for gpu in gpus.values() if "index" in gpu]
-        order = {uuid: gpu.get("index", max(known, default=-1) + 1) for uuid, gpu in gpus.items()}
+        # A GPU that was never sampled has no number to be shown by yet.
+        order = {uuid: gpu["index"] for uuid, gpu in gpus.items() if "index" in gpu}
         about = {
             uuid: {"index": order[uuid], "name": f"GPU {order[uuid]}", "detail": gpus[uuid].get("name")}
-            for uuid in sorted(gpus, key=lambda uuid: order[uuid])
+            for uuid in sorted(order, key=lambda uuid: order[uuid])
         }
     elif of == "ranks":
         ranks = sorted({int(who) for who, of_field in table.columns if of_field == field and who.isdigit()})
@@ -178,7 +180,11 @@ def _hardware(sub: Subscription) -> Payload | None:
         curve=lambda key, start: table.curve(key, field, start),
         thinned=lambda key, lo, hi: table.snapshot(key, field, lo, hi, budget),
         budget=budget,
-        about={"traces": about, "limit": _limit(of, field, gpus, table), "note": _note(of, field, gpus, table)},
+        about={
+            "traces": about,
+            "limit": _limit(of, field, gpus, table),
+            "note": _note(of, field, gpus, table) or ("no sample was taken" if _over(feed) else None),
+        },
     )
 
 
@@ -233,13 +239,11 @@ def _curves(
         payload["window"] = {"lo": lo, "hi": hi, "traces": [_trace(key, thinned(key, lo, hi)) for key in ends]}
     elif sub.params_are_new and not window:
         payload["window"] = None
-    if not payload:
-        return None
     about_now = dict(about)
     if not known or about_now != sub.about:
         payload["about"] = about_now
         sub.about = about_now
-    return payload
+    return payload or None
 
 
 def _trace(key: str, curve: Curve) -> Payload:

@@ -20,6 +20,7 @@ page = st.navigation(
     ],
     position="top",
 )
+st.set_page_config(page_title=f"{page.title} · DDP runs")
 # A page can tell by this whether somebody came to it or is on it already.
 st.session_state["ddp.came_from"] = st.session_state.get("ddp.page")
 st.session_state["ddp.page"] = page.url_path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 import shlex
 import time
 import uuid
@@ -91,7 +92,7 @@ def open_form() -> str:
     if started and time.monotonic() - when < DOUBLE_CLICK_S:
         st.switch_page("app_pages/run.py", query_params={"run": started})
     before = drafts().get(token or "")
-    if token is None or not token.isalnum() or STORE.launched(token):
+    if token is None or not re.fullmatch(r"[A-Za-z0-9]{1,64}", token) or STORE.launched(token):
         token = uuid.uuid4().hex[:12]
     STATE["launch_problem"] = None
     values = drafts().get(token) or (before if not source else None)
@@ -325,12 +326,15 @@ def main() -> None:
             STATE["launch_found"] = (finding["level"], finding["message"])
             if finding["level"] == "error":
                 notes.setdefault("launch.device", []).append(("error", finding["message"]))
+    if "launch_found" not in STATE:  # a form that came with a mistake
+        about = (f for f in runs.preflight(demo()) if f["field"] == "launch.device")
+        STATE["launch_found"] = next(((f["level"], f["message"]) for f in about), ("info", ""))
     blockers = [(name, text) for name, said in notes.items() for level, text in said if level == "error"]
     if STATE.get("launch_yaml_problem"):
         blockers.append(("YAML", "the text has a mistake; mend or discard it"))
 
     with st.container(key="launch_head", horizontal=True, vertical_alignment="center"):
-        level, found = STATE.get("launch_found", ("info", ""))
+        level, found = STATE["launch_found"]
         st.html(
             '<div class="page-title"><h1>New run</h1>'
             f'<p class="found {html.escape(level)}">{html.escape(found[:1].upper() + found[1:])}</p></div>'
@@ -345,6 +349,7 @@ def main() -> None:
         )
     # Always there, so that a message does not move (and thereby remount) what stands below it.
     with st.container(key="launch_messages", gap=None):
+        st.html("<i></i>")  # Streamlit leaves out a container that is empty
         if start and config is not None:
             try:
                 run = runs.launch(config, STORE, intent=token)
@@ -390,8 +395,9 @@ def main() -> None:
                 )
             if "launch_plan_shown" in STATE:
                 plan, command = STATE["launch_plan_shown"]
-                panels.plan(plan, stale=config is None)
-                st.html('<h2 class="section-title">Command</h2>')
+                stale = config is None or bool(STATE.get("launch_yaml_problem"))
+                panels.plan(plan, stale=stale)
+                st.html(f'<h2 class="section-title{" stale" * stale}">Command</h2>')
                 st.code(command, language="bash", wrap_lines=True)
 
 

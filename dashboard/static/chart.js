@@ -88,7 +88,7 @@ class Chart {
     this.legend = make("legend");
     this.lost = make("lost", "span");
     this.lost.hidden = true;
-    this.lost.textContent = "the live connection was lost, reconnecting…";
+    this.lost.textContent = "connection lost, reconnecting…";
     this.back = make("back", "button");
     this.back.type = "button";
     this.back.textContent = "reset zoom";
@@ -142,7 +142,7 @@ class Chart {
       const index = about.index ?? (mean ? -1 : Number(key));
       if (whole) return { key, place, mean: false, whole, index: 0, name: "all ranks", label: "all ranks" };
       const name = mean ? "mean" : (about.name ?? `rank ${key}`);
-      return { key, place, mean, index, name, detail: about.detail, label: mean ? "mean" : name.replace(/^rank /, "") };
+      return { key, place, mean, index, name, detail: about.detail, label: mean ? "mean" : name.replace(/^(rank|GPU) /, "") };
     });
   }
 
@@ -292,11 +292,12 @@ class Chart {
       yaxis: {
         ...axis,
         nticks: 6,
-        ticksuffix: unit ? `\u2009${unit}` : "",
+        ticksuffix: unit ? `\u2009${unit.split(" ")[0]}` : "", // "% of a core" would not fit
         showticksuffix: "last",
         exponentformat: "power",
         rangemode: this.data.fromZero ? "tozero" : "normal",
         ...(range ? { range: [range[0] - room, range[1] + room] } : { autorange: true }),
+        ...(range || this.curves.count() ? {} : { showticklabels: false, showgrid: false }),
       },
       yaxis2: { overlaying: "y", range: [0, 1], fixedrange: true, visible: false },
     };
@@ -346,18 +347,23 @@ class Chart {
   }
 
   showLegend(shown, factor) {
-    const many = shown.length > LEGEND_MOST + 1;
-    const listed = many ? shown.filter((series) => series.mean) : shown;
-    const text = JSON.stringify([listed.map((s) => [s.key, s.name, s.detail]), many && shown.length]);
+    const text = JSON.stringify([shown.map((s) => [s.key, s.name, s.detail]), this.width]);
     if (text !== this.legendText) {
       this.legendText = text;
-      this.legend.replaceChildren();
-      if (many) this.legend.append(`${shown.length - listed.length} ${this.data.kind === "gpus" ? "GPUs" : "ranks"}`);
-      else if (shown.length > 1 && !this.time) this.legend.append("rank");
-      for (const series of listed) this.legend.append(this.legendItem(series));
+      const fill = (listed) => {
+        const rest = shown.length - listed.length;
+        const word = this.data.kind === "gpus" ? "GPU" : "rank";
+        const named = this.data.kind !== "host" && listed.some((series) => !series.mean && !series.whole);
+        const lead = rest ? `${rest} ${word}s` : named ? word : "";
+        this.legend.replaceChildren(lead, ...listed.map((series) => this.legendItem(series)));
+        this.listed = listed;
+      };
+      const brief = shown.filter((series) => series.mean);
+      fill(shown.length > LEGEND_MOST + 1 ? brief : shown);
+      if (this.legend.scrollWidth > this.legend.clientWidth) fill(brief);
     }
     // In place, so that a button that has the keyboard's focus keeps it.
-    listed.forEach((series, place) => {
+    this.listed.forEach((series, place) => {
       const button = this.legend.querySelectorAll("button")[place];
       button.setAttribute("aria-pressed", String(!this.hidden.has(series.key)));
       button.firstChild.style.setProperty("--ddp-color", this.color(series));

@@ -35,6 +35,8 @@ export function addStyles() {
 .ddp-chart-tip header { grid-column: 1 / -1; color: var(--ddp-muted); white-space: nowrap; }
 .ddp-chart-tip span { white-space: nowrap; }
 .ddp-chart-tip b { font-weight: 500; text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-@container (max-width: 420px) { .ddp-chart-legend { gap: 6px; } .ddp-chart-legend b { display: none; } }`;
+@container (max-width: 420px) { .ddp-chart-legend { gap: 5px; } .ddp-chart-legend b { display: none; }
+  .ddp-chart-lost:not([hidden]) ~ .ddp-chart-legend { display: none; }
+  .ddp-chart-legend button { gap: 3px; } .ddp-chart-legend i { width: 9px; } }`;
   document.head.append(style);
 }

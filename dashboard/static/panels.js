@@ -1,6 +1,7 @@
 // The entry: one component, several panels. Streamlit calls it at every rerun with other data and at every change of
 // theme, each time for the same element; a panel is built once and told about new data.
 import { hub } from "./hub.js";
+import { oneEntryAStep } from "./one_step.js";
 import { rankColor, theme } from "./palette.js";
 import { h } from "./panels_dom.js";
 import { machine } from "./panels_gpus.js";
@@ -11,6 +12,8 @@ import { events, output } from "./panels_text.js";
 
 const PANELS = { checkpoints, connection, events, hardware, header, list, machine, output, plan, ranks };
 const COLORS = 8;
+
+oneEntryAStep();
 
 /** The quiet word in the corner that says whether the page is live. */
 function connection(root, context) {

@@ -186,6 +186,13 @@ export class ServerClock {
   }
 }
 
+/** "2 × NVIDIA A, NVIDIA B": names with how often each is there. */
+export function counted(names) {
+  const counts = new Map();
+  for (const name of names) counts.set(name, (counts.get(name) ?? 0) + 1);
+  return [...counts].map(([name, n]) => (n > 1 ? `${n} × ${name}` : name)).join(", ");
+}
+
 // --- pieces that several panels show ---
 
 export const ACTIVE = new Set(["queued", "starting", "running", "stopping"]);

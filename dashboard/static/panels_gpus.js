@@ -1,5 +1,5 @@
 // GPUs in numbers: the columns every GPU table shares, and the machine's table on the GPUs page.
-import { DASH, Table, bytes, bytesOf, h, number, pageLink, setBar, setClass, setText, setTitle } from "./panels_dom.js";
+import { DASH, Table, bytes, bytesOf, counted, h, number, pageLink, setBar, setClass, setText, setTitle } from "./panels_dom.js";
 
 function figure(field, format, fraction) {
   return (gpu, td) => {
@@ -18,7 +18,7 @@ export function gpuColumns(context) {
       title: "GPU",
       cell: (gpu, td) => {
         if (!td.firstChild) td.append(h("i", { class: "dot" }), h("span"), h("em"));
-        td.firstChild.style.background = context.color(gpu.index);
+        td.firstChild.style.background = gpu.index === "" ? "" : context.color(gpu.index);
         setText(td.children[1], `${gpu.index}  ${gpu.name ?? ""}`);
         setText(td.children[2], gpu.status === "lost" ? "lost" : "");
         setTitle(td, gpu.uuid);
@@ -57,7 +57,7 @@ export function setHost(element, host) {
 /** Every GPU of the machine and who uses it. */
 export function machine(root, context) {
   const users = (gpu, td) => {
-    const key = JSON.stringify([gpu.run, gpu.processes]);
+    const key = JSON.stringify([gpu.run, gpu.processes, gpu.status]);
     if (td.dataset.key === key) return;
     td.dataset.key = key;
     const parts = [];
@@ -65,7 +65,7 @@ export function machine(root, context) {
     const processes = gpu.processes ?? [];
     const words = processes.map(processWords);
     if (words.length) parts.push(h("span", { class: "muted", title: words.join("\n") }, words.slice(0, 2).join(", ") + (words.length > 2 ? ` and ${words.length - 2} more` : "")));
-    td.replaceChildren(...(parts.length ? parts : [h("span", { class: "muted" }, "free")]));
+    td.replaceChildren(...(parts.length ? parts : [h("span", { class: "muted" }, gpu.status === "lost" ? DASH : "free")]));
   };
   const columns = [...gpuColumns(context), { title: "Used by", class: "users", cell: users }];
   const title = h("p", { class: "found" });
@@ -79,8 +79,8 @@ export function machine(root, context) {
     setHost(host, hostSample);
     if (!gpus) return;
     const found = gpus.gpus ?? [];
-    const names = [...new Set(found.map((gpu) => gpu.name))].join(", ");
-    setText(title, found.length ? `${found.length} × ${names}, driver ${gpus.driver ?? "unknown"}` : "");
+    const names = counted(found.map((gpu) => gpu.name ?? "unnamed GPU"));
+    setText(title, found.length ? `${found.length === 1 ? "1 × " : ""}${names}, driver ${gpus.driver ?? "unknown"}` : "");
     title.hidden = found.length === 0;
     table.update(found);
     const problem = gpus.error ?? (found.length ? "" : "this machine has no NVIDIA GPU");

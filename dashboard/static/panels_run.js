@@ -130,7 +130,7 @@ export function header(root, context) {
     verdict.hidden = true;
     if (show.problem) {
       verdict.append(
-        h("p", { class: "sentence" }, h("strong", {}, "Not all of this run can be read. "), show.problem),
+        h("p", { class: "sentence" }, h("strong", {}, "Not all of this run can be read: "), show.problem),
         h("p", { class: "hint" }, "Its config, metrics, output and checkpoints below come from the other files of the run directory."),
       );
       verdict.hidden = false;
@@ -262,12 +262,14 @@ export function hardware(root, context) {
   const { data } = context;
   const table = new Table(gpuColumns(context), (gpu) => gpu.uuid, { label: "GPUs of this run" });
   const host = h("p", { class: "facts" });
-  const none = h("p", { class: "empty", hidden: true }, "This run holds no GPU.");
+  const none = h("p", { class: "empty", hidden: true }, "This run uses no GPU.");
   const title = h("h2");
   root.append(title, table.element, none, host);
   const destroy = context.subscribe("run", { run: data.run }, (message) => {
     if (message.error) return;
-    table.update(message.gpus ?? []);
+    // Before the first sample there are as many rows as there will be, so that nothing below moves.
+    const coming = message.show.gpus.map((uuid) => ({ uuid, index: "", name: "not sampled yet" }));
+    table.update(message.gpus?.length ? message.gpus : coming);
     setText(title, ACTIVE.has(message.show.state) ? "Hardware" : "Hardware, as it was last sampled");
     none.hidden = message.show.gpus.length > 0 || message.show.state === "queued";
     setHost(host, message.host);

@@ -1,6 +1,6 @@
 // The runs page: every run, newest first, live.
 import {
-  ACTIVE, DASH, ServerClock, Table, duration, fullTime, h, intent, measure, number, pageLink, percent, setClass, setPill, setText,
+  ACTIVE, DASH, ServerClock, Table, counted, duration, fullTime, h, intent, measure, number, pageLink, percent, setClass, setPill, setText,
   setTitle, when,
 } from "./panels_dom.js";
 
@@ -55,7 +55,7 @@ export function list(root, context) {
       title: "GPUs", class: "fill",
       cell: (run, td) => {
         const names = run.gpu_names ?? [];
-        setText(td, run.gpus?.length ? (names.length && names.every(Boolean) ? summary(names) : `${run.gpus.length} GPUs`) : run.state === "queued" ? DASH : "CPU");
+        setText(td, run.gpus?.length ? (names.length && names.every(Boolean) ? counted(names) : `${run.gpus.length} GPUs`) : run.state === "queued" ? DASH : "CPU");
         setTitle(td, (run.gpus ?? []).join("\n"));
       },
     },
@@ -86,12 +86,6 @@ export function list(root, context) {
   const nothing = h("p", { class: "empty", hidden: true }, "No run matches the filter.");
   const toolbar = h("div", { class: "toolbar" }, filter, count);
   root.append(toolbar, table.element, none, nothing);
-
-  function summary(names) {
-    const counts = new Map();
-    for (const name of names) counts.set(name, (counts.get(name) ?? 0) + 1);
-    return [...counts].map(([name, n]) => (n > 1 ? `${n} × ${name}` : name)).join(", ");
-  }
 
   function stop(id) {
     asked.set(id, performance.now());

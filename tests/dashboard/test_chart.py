@@ -178,7 +178,7 @@ def test_a_drop_is_said_and_made_up_for_without_missing_or_doubled_points(
     wait_drawn(page, last_x=30)
     down = True
     sockets[-1].close()
-    lost = page.get_by_text("connection was lost, reconnecting")
+    lost = page.get_by_text("connection lost, reconnecting")
     expect(lost).to_be_visible()
     run.log(31, 50)
     down = False

@@ -82,7 +82,7 @@ def test_help_is_the_schemas_own_text_with_its_range():
         ({"training.model": "resnet-18"}, "training.model", "did you mean resnet18?"),
         ({"name": "../up"}, "name", "cannot name a run"),
         ({"launch.device": "cuda", "launch.gpus": "none"}, "launch.device", "gpus is none"),
-        ({"launch.gpus": "choose"}, "launch.gpus", "empty"),
+        ({"launch.gpus": "choose"}, "launch.gpus", "choose at least one"),
         ({"launch.gpus": "choose", form.GPU_LIST: ["0", "1"]}, "launch.nproc_per_node", "one GPU per process"),
         ({"launch.env": "NOVALUE"}, "launch.env", "NAME=value"),
         ({"launch.env": 'A="open'}, "launch.env", "not closed"),
@@ -97,6 +97,12 @@ def test_what_is_wrong_is_said_at_its_field_and_stays_as_typed(changes, field, w
     assert words in problems[field]
     for name, typed in changes.items():
         assert values[name] == typed
+
+
+def test_an_environment_that_cannot_be_read_hides_no_other_mistake():
+    config, problems = form.read(form.fill(RunConfig()) | {"launch.env": "NOVALUE", "training.seed": "x"})
+    assert config is None
+    assert set(problems) == {"launch.env", "training.seed"}
 
 
 def test_a_wrong_form_still_has_a_yaml_that_names_the_same_problem():

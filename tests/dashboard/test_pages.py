@@ -92,6 +92,18 @@ def test_typing_changes_the_plan_and_what_is_wrong_stays_with_its_reason(page: P
     expect(page.get_by_role("button", name="Start")).to_be_enabled()
 
 
+def test_a_message_above_the_form_does_not_move_the_form(page: Page, site: Dashboard):
+    open_launch(page, site)
+    tabs = page.get_by_role("tablist").first
+    before = tabs.bounding_box()
+    box(page, "Epochs").fill("-1")
+    expect(page.locator(".st-key-launch_messages")).to_contain_text("Cannot start yet: Epochs")
+    assert tabs.bounding_box() == before
+    page.reload()
+    expect(page.locator(".st-key-launch_messages")).to_contain_text("Cannot start yet: Epochs")
+    expect(page.locator(".page-title")).to_contain_text(re.compile("gloo|CUDA"))
+
+
 def test_yaml_mistake_names_the_field_and_nothing_is_lost(page: Page, site: Dashboard, tmp_path: Path):
     open_launch(page, site)
     page.get_by_role("tab", name="YAML").click()
@@ -231,6 +243,13 @@ def test_run_page_is_live_without_a_rerun(page: Page, site: Dashboard):
     assert ranks.first.get_attribute("data-mine") == "kept"
 
 
+def test_chart_of_a_run_that_ended_with_nothing_to_draw_says_so(page: Page, site: Dashboard):
+    run = SyntheticRun.create(site.store)
+    page.goto(f"{site.url}run?run={run.id}")
+    expect(page.locator('.ddp-chart[aria-label="Host CPU"] .ddp-chart-note')).to_have_text("no sample was taken")
+    expect(page.locator('.ddp-chart[aria-label="Loss"] .ddp-chart-note')).to_have_text("no loss was logged")
+
+
 def test_diverged_loss_is_shown_as_diverged(page: Page, site: Dashboard):
     run = ended_run(site)
     run.log(21, 22, loss=float("nan"))
@@ -308,6 +327,27 @@ def test_gpus_page_tells_zero_missing_and_lost_apart(page: Page, dashboard, tmp_
 
 
 # --- all pages ---
+
+
+def test_back_and_forward_go_through_the_pages_as_they_were_opened(page: Page, site: Dashboard):
+    run = ended_run(site)
+    page.goto(f"{site.url}runs")
+    heading = page.locator("h1")
+    page.get_by_role("searchbox").fill(run.id)
+    page.get_by_role("link", name=run.id, exact=True).click()
+    expect(heading).to_have_text(run.id)
+    expect(page).to_have_title(f"{run.id} · DDP runs")
+    page.get_by_role("link", name="Run again").click()
+    expect(heading).to_have_text("New run")
+    expect(page).to_have_title("Launch · DDP runs")
+    page.go_back()
+    expect(heading).to_have_text(run.id)
+    assert page.url == f"{site.url}run?run={run.id}"
+    page.go_back()
+    expect(heading).to_have_text("Runs")
+    assert page.url == f"{site.url}runs"
+    page.go_forward()
+    expect(heading).to_have_text(run.id)
 
 
 def test_no_page_asks_another_host_for_anything(browser: Browser, site: Dashboard):
