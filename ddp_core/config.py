@@ -49,7 +49,7 @@ class LaunchConfig(_Section):
     max_restarts: Annotated[int, Field(ge=0, le=100)] = 0
     """How often torchrun starts all ranks again after one of them failed."""
 
-    stop_grace_s: Annotated[float, Field(ge=0, le=86400)] = 10.0
+    stop_grace_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = 10.0
     """Seconds a run has after Stop to end by itself, before what is left of it is killed."""
 
     omp_num_threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
@@ -133,10 +133,10 @@ class TrainingConfig(_Section):
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """The optimizer: sgd (with Nesterov momentum 0.9) or adamw."""
 
-    lr: Annotated[float, Field(gt=0, le=100)] = 0.003
+    lr: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 0.003
     """Learning rate, for the effective batch as it is; it is not scaled by the number of processes."""
 
-    weight_decay: Annotated[float, Field(ge=0, le=10)] = 5e-4
+    weight_decay: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 5e-4
     """Weight decay of the optimizer."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -274,6 +274,9 @@ def field_errors(error: ValidationError) -> dict[str, str]:
             text = f"unknown field{_nearest(key, _fields_of(section), section)}"
         elif item["type"] == "value_error":
             text = str(item["ctx"]["error"])
+        elif item["type"] in ("float_parsing", "int_parsing", "float_type", "int_type", "int_from_float"):
+            kind = "a whole number" if item["type"].startswith("int") else "a number"
+            text = f"must be {kind}, not {_short(item['input'])}"
         elif item["type"] == "model_type":
             text = f"must be a section with fields of its own, not {_short(item['input'])}"
         elif item["type"] in ("literal_error", "int_type", "tuple_type") and field == "launch.gpus":

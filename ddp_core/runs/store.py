@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_core import config as config_module
-from ddp_core.config import RunConfig
+from ddp_core.config import NAME_LIMIT, RunConfig
 from ddp_core.errors import UserError
 from ddp_core.runs.state import RunState, read_state
 
@@ -127,9 +127,14 @@ class Store:
     def run(self, run_id: str) -> RunDir:
         """Find a run; UserError if there is none of that id."""
         path = self.root / run_id
-        # An id comes from an address bar: it must not lead out of the store.
-        if "/" in run_id or run_id in ("", ".", "..") or not path.is_dir():
-            raise UserError(f"there is no run {run_id!r} in {self.root}")
+        # An id comes from an address bar: it must not lead out of the store, and may be anything else.
+        try:
+            found = "/" not in run_id and run_id not in ("", ".", "..") and path.is_dir()
+        except (OSError, ValueError):  # too long for a name, or with a NUL in it
+            found = False
+        if not found:
+            shown = run_id if len(run_id) <= NAME_LIMIT + 10 else f"{run_id[:NAME_LIMIT]}…"
+            raise UserError(f"there is no run {shown!r} in {self.root}")
         return RunDir(path)
 
     def runs(self) -> list[RunDir]:

@@ -78,7 +78,7 @@ def test_help_is_the_schemas_own_text_with_its_range():
         ({"training.batch_size": "0"}, "training.batch_size", "greater than or equal to 1"),
         ({"training.lr": "fast"}, "training.lr", "number"),
         ({"training.epochs": ""}, "training.epochs", "empty"),
-        ({"training.epochs": "2.5"}, "training.epochs", "integer"),
+        ({"training.epochs": "2.5"}, "training.epochs", "whole number"),
         ({"training.model": "resnet-18"}, "training.model", "did you mean resnet18?"),
         ({"name": "../up"}, "name", "cannot name a run"),
         ({"launch.device": "cuda", "launch.gpus": "none"}, "launch.device", "gpus is none"),

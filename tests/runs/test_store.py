@@ -49,7 +49,7 @@ def test_the_store_is_found_by_option_environment_then_folder(tmp_path, monkeypa
     assert Store(tmp_path / "option").root == tmp_path / "option"
 
 
-@pytest.mark.parametrize("run_id", ["", ".", "..", "../x-1", "x-1/..", "/etc", "nothing-1"])
+@pytest.mark.parametrize("run_id", ["", ".", "..", "../x-1", "x-1/..", "/etc", "nothing-1", "x" * 300, "a\0b"])
 def test_an_id_never_leads_out_of_the_store(tmp_path, run_id):
     (tmp_path / "store" / "x-1").mkdir(parents=True)
     with pytest.raises(UserError, match="there is no run"):
