@@ -34,6 +34,7 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, s
 Document = TypeVar("Document")
 
 _SHOW_EVERY_S = 1.0
+_INTERRUPTED = 130  # what typer makes of Ctrl-C
 _LAUNCH_HELP = """Start a run from a config file.
 
 The run goes on by itself when this command ends. Fields, for the file and for --set:
@@ -166,14 +167,15 @@ def main() -> None:
     except UserError as error:
         code = _refuse(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted; a launched run goes on by itself, `ddp stop RUN` ends it", file=sys.stderr)
-        code = 130
+        code = _INTERRUPTED
     except typer.TyperException as error:
         # Bad usage. Its own text may add a usage line and a hint; the first line says what was wrong.
         code = _refuse(error.format_message())
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit):  # typer turns the first into the second
         code = 0  # the reader, such as head, has seen enough
         sys.stdout = None  # nothing is left to flush it to
+    if code == _INTERRUPTED:
+        print("interrupted; a launched run goes on by itself, `ddp stop RUN` ends it", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -58,7 +58,7 @@ def run_table(rows: Sequence[dict[str, Any]]) -> None:
             _percent(final["val_accuracy"]),
             str(len(row["gpus"])) if row["gpus"] else "CPU",
         )
-    _CONSOLE.print(table)
+    _say_table(table)
 
 
 def run_details(document: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ def run_details(document: dict[str, Any]) -> None:
         if final["loss"] is not None
         else "",
         "duration": _seconds(document["duration_s"]),
-        "ranks": str(document["nproc_per_node"]),
+        "ranks": str(document["nproc_per_node"] or ""),
         "GPUs": ", ".join(document["gpus"]),
         "checkpoints": ", ".join(c["path"].rpartition("/")[2] for c in document["checkpoints"]),
         "directory": document["dir"],
@@ -85,10 +85,8 @@ def run_details(document: dict[str, Any]) -> None:
             say(f"{name:<12}{value}")
     if failure is not None:
         victims = ", ".join(str(rank) for rank in failure["victims"])
-        say(
-            f"{'failed':<12}rank {failure['rank']}: {failure['message']}"
-            + (f" (victims: {victims})" if victims else "")
-        )
+        who = f"rank {failure['rank']}: " if failure["rank"] is not None else ""
+        say(f"{'failed':<12}{who}{failure['message']}" + (f" (victims: {victims})" if victims else ""))
         if failure["traceback"]:
             say("")
             say(failure["traceback"].rstrip())
@@ -112,29 +110,42 @@ def gpu_table(document: dict[str, Any]) -> None:
             gpu["run"] or others or "free",
         )
     say(f"driver {document['driver']}")
-    _CONSOLE.print(table)
+    _say_table(table)
+
+
+def _say_table(table: Table) -> None:
+    # Not printed by rich, which leaves with 1 when the reader, such as head, has seen enough.
+    with _CONSOLE.capture() as capture:
+        _CONSOLE.print(table)
+    say(capture.get().rstrip("\n"))
 
 
 def log_lines(run: RunDir, ranks: Sequence[int], follow: bool) -> Iterator[tuple[int, str, str]]:
     """Yield ``(rank, stream, line)`` of the latest attempt, and with ``follow`` what comes until the run ends."""
-    followers: dict[tuple[int, str], LineFollower] = {}
+    followers: dict[tuple[int, int, str], LineFollower] = {}
     while True:
         state = runs.ensure_supervised(run)
         for rank in ranks:
             for stream in _STREAMS:
-                follower = followers.get((rank, stream))
-                if follower is None:
-                    path = run.output_file(state.attempt, rank, f"{stream}.log")
-                    if path is None:
-                        continue
-                    follower = followers.setdefault((rank, stream), LineFollower(path))
-                while lines := follower.poll():
-                    for line in lines:
-                        # Of a progress bar that redraws itself only the last state is a line.
-                        yield rank, stream, line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+                key = (state.attempt, rank, stream)
+                if key not in followers and (path := run.output_file(state.attempt, rank, f"{stream}.log")):
+                    followers[key] = LineFollower(path)
+        # Those of an earlier attempt too: their last words may come after the next one has begun.
+        for (_, rank, stream), follower in followers.items():
+            while lines := follower.poll():
+                for line in lines:
+                    yield rank, stream, _last_shown(line)
         if not follow or state.state.ended:
+            for (_, rank, stream), follower in followers.items():
+                if follower.rest:
+                    yield rank, stream, _last_shown(follower.rest)
             return
         time.sleep(0.2)
+
+
+def _last_shown(line: bytes) -> str:
+    """Of a progress bar that redraws itself only the last state is a line."""
+    return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 
 def _number(value: Any) -> str:

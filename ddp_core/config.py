@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from ddp_core.catalog import BUILTIN_MODELS, SUGGESTED_MODELS, is_model_name
 from ddp_core.errors import UserError
@@ -29,6 +29,14 @@ class _Section(BaseModel):
     """Base of every section: frozen, and a key that is not a field is an error, not ignored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # YAML reads yes and on as true, and pydantic would take that for the number 1.
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError(f"should not be {str(value).lower()}; a text needs quotes around it")
+        return value
 
 
 class LaunchConfig(_Section):
@@ -69,7 +77,9 @@ class LaunchConfig(_Section):
         if isinstance(value, str) and value not in ("auto", "none"):
             value = [part.strip() for part in value.split(",") if part.strip()]
         if isinstance(value, (list, tuple)):
-            return tuple(int(v) if isinstance(v, str) and v.isdigit() else v for v in value)
+            if any(isinstance(v, bool) for v in value):
+                raise ValueError("must be auto, none, or a list such as [0, 1]")
+            return tuple(int(v) if isinstance(v, str) and v.isdecimal() else v for v in value)
         return value
 
     @field_validator("gpus")
@@ -224,7 +234,8 @@ def parse_yaml(text: str, *, source: str = "config") -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"{source}{where} is not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        problem = str(getattr(error, "problem", None) or error).partition("\n")[0]
+        raise UserError(f"{source}{where} is not valid YAML: {problem}") from None
     except ValueError as error:  # a date that does not exist
         raise UserError(f"{source} is not valid YAML: {error}") from None
     except RecursionError:
@@ -329,7 +340,7 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
                 raise UserError(f"{part} is not a section", field=key.strip())
         try:
             target[path[-1]] = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             target[path[-1]] = text
     return result
 

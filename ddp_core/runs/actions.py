@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -43,23 +45,17 @@ def launch(config: RunConfig, store: Store, *, intent: str | None = None) -> Run
             return earlier
         try:
             run = store.create(config.name)
-            run.config_file.write_text(to_yaml(config), encoding="utf-8")
-            now = time.time()
-            state = RunState(
-                id=run.id,
-                since=now,
-                created=now,
-                nproc_per_node=config.launch.nproc_per_node,
-                mark=uuid.uuid4().hex,
-                stage="starting the supervisor",
-            )
-            write_state(run.state_file, state)
-            if marker is not None:
-                marker.parent.mkdir(exist_ok=True)
-                marker.write_text(run.id)
+            try:
+                _write_first_files(run, config)
+                if marker is not None:
+                    marker.parent.mkdir(exist_ok=True)
+                    marker.write_text(run.id)
+                _start_supervisor(run)
+            except OSError:
+                shutil.rmtree(run.path, ignore_errors=True)  # nothing was launched, so nothing is to be seen
+                raise
         except OSError as error:
             raise UserError(f"the store {store.root} cannot be written: {error.strerror}") from None
-        _start_supervisor(run)
     return run
 
 
@@ -76,6 +72,8 @@ def stop(run: RunDir, grace_s: float | None = None, *, wait: bool = False) -> No
     Raises:
         UserError: If the intent cannot be written, or the run's state cannot be read.
     """
+    if grace_s is not None and not 0 <= grace_s < math.inf:
+        raise UserError(f"the grace must be a number of seconds, not {grace_s:g}")
     state = ensure_supervised(run)
     if state.state.ended:
         return
@@ -84,7 +82,7 @@ def stop(run: RunDir, grace_s: float | None = None, *, wait: bool = False) -> No
         if grace_s is not None:
             request["grace_s"] = grace_s
         try:
-            write_json(run.stop_file, request)
+            _write_stop(run, request)
         except OSError as error:
             raise UserError(f"the stop of {run.id} cannot be recorded in {run.path}: {error.strerror}") from None
     while wait and not ensure_supervised(run).state.ended:
@@ -101,8 +99,8 @@ def ensure_supervised(run: RunDir) -> RunState:
     if state.state.ended or processes.alive(state.supervisor):
         return state
     # A supervisor that is starting has not signed in yet; its lock file tells when it was started.
-    newest = max(state.created, _mtime(run.lock_file))
-    if time.time() - newest < _STARTING_S:
+    now = time.time()
+    if any(0 <= now - started < _STARTING_S for started in (state.created, _mtime(run.lock_file))):
         return state
     try:
         run.lock_file.touch()
@@ -110,6 +108,28 @@ def ensure_supervised(run: RunDir) -> RunState:
         return state.model_copy(update={"state": RunStatus.LOST, "reason": "its supervisor is gone"})
     _start_supervisor(run)
     return state
+
+
+def _write_first_files(run: RunDir, config: RunConfig) -> None:
+    run.config_file.write_text(to_yaml(config), encoding="utf-8")
+    now = time.time()
+    state = RunState(
+        id=run.id,
+        since=now,
+        created=now,
+        nproc_per_node=config.launch.nproc_per_node,
+        mark=uuid.uuid4().hex,
+        stage="starting the supervisor",
+    )
+    write_state(run.state_file, state)
+
+
+def _write_stop(run: RunDir, request: dict[str, float]) -> None:
+    try:
+        write_json(run.stop_file, request)
+    except OSError:
+        # A full disk still takes an empty file, and that is a stop too.
+        run.stop_file.touch()
 
 
 def _start_supervisor(run: RunDir) -> None:
@@ -120,7 +140,7 @@ def _start_supervisor(run: RunDir) -> None:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": _python_path()},
+            env={**os.environ, "PYTHONPATH": _python_path(), processes.RUN_DIR_VARIABLE: str(run.path)},
         )
     # A dashboard outlives the supervisors it starts and must not keep them as zombies.
     threading.Thread(target=supervisor.wait, name=f"wait for {run.id}", daemon=True).start()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ddp_core.config import RunConfig, is_torchrun_variable
-from ddp_core.runs.processes import MARK_VARIABLE
+from ddp_core.runs.processes import MARK_VARIABLE, RUN_DIR_VARIABLE
 
 
 def torchrun_command(config: RunConfig, run_dir: Path) -> list[str]:
@@ -70,7 +70,7 @@ def torchrun_environment(
         "OMP_NUM_THREADS": str(omp_num_threads(config)),
         # The supervisor escalates after the run's own grace; torchrun must not cut it short.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(config.launch.stop_grace_s) + 30),
-        "DDP_RUN_DIR": str(run_dir),
+        RUN_DIR_VARIABLE: str(run_dir),
         "DDP_ATTEMPT_BASE": "0",
         MARK_VARIABLE: mark,
     }

@@ -83,28 +83,45 @@ def trains_on_gpus(config: RunConfig, found: Report) -> tuple[bool, str]:
     return True, ""
 
 
-def pick(found: Report, on_gpu: Mapping[str, Sequence[Any]], count: int) -> tuple[list[str] | None, str]:
+def pick(
+    found: Report, on_gpu: Mapping[str, Sequence[Any]], count: int, *, store: Path | None = None, share: bool = False
+) -> tuple[list[str] | None, str]:
     """Pick the emptiest GPUs that neither a run nor another process uses.
+
+    Args:
+        found: A look at the GPUs.
+        on_gpu: The processes on them, by UUID.
+        count: How many are wanted.
+        store: The store of the run they are for.
+        share: Take GPUs that are in use as well, if too few are free.
 
     Returns:
         UUIDs, or None and what the run is waiting for, in words.
     """
     free: list[GpuSample] = []
+    in_use: list[GpuSample] = []
     taken: list[str] = []
     for gpu in found["gpus"]:
-        holder = leases.holder(gpu["uuid"])
+        holder = leases.holder(gpu["uuid"], store)
         if gpu["status"] == "lost":
             taken.append(f"GPU {gpu['index']} is lost")
         elif holder is not None:
             taken.append(f"GPU {gpu['index']} is held by {holder}")
+            in_use.append(gpu)
         elif on_gpu.get(gpu["uuid"]):
             taken.append(f"GPU {gpu['index']} is used by {_who(on_gpu[gpu['uuid']])}")
+            in_use.append(gpu)
         else:
             free.append(gpu)
+    if share:
+        free += _emptiest(in_use)[: max(0, count - len(free))]
     if len(free) < count:
         return None, f"waiting for {count} free GPU{'s' * (count > 1)}, {len(free)} free now: {', '.join(taken)}"
-    free.sort(key=lambda gpu: (gpu["memory_used"] or 0, gpu["index"]))
-    return [gpu["uuid"] for gpu in sorted(free[:count], key=lambda gpu: gpu["index"])], ""
+    return [gpu["uuid"] for gpu in sorted(_emptiest(free)[:count], key=lambda gpu: gpu["index"])], ""
+
+
+def _emptiest(found: Sequence[GpuSample]) -> list[GpuSample]:
+    return sorted(found, key=lambda gpu: (gpu["memory_used"] or 0, gpu["index"]))
 
 
 def document() -> dict[str, Any]:

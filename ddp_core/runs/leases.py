@@ -11,17 +11,24 @@ import contextlib
 import fcntl
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from ddp_core.errors import UserError
 
 
 def folder() -> Path:
     """Where the lease files are: ``$DDP_LEASES``, else a folder in the machine's temporary folder."""
     path = Path(os.environ.get("DDP_LEASES") or Path(tempfile.gettempdir()) / "ddp-gpu-leases")
     if not path.is_dir():
-        path.mkdir(parents=True, exist_ok=True)
-        # Shared between users as /tmp is: everyone may lock, nobody may remove another's file.
-        path.chmod(0o1777)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            # Shared between users as /tmp is: everyone may lock, nobody may remove another's file.
+            path.chmod(0o1777)
+        except OSError as error:
+            raise UserError(
+                f"the folder of the GPU leases {path} cannot be made ({error.strerror}); set DDP_LEASES to another"
+            ) from None
     return path
 
 
@@ -36,8 +43,12 @@ class Leases:
         """Open files for torchrun to inherit, so that its life keeps the lease too."""
         return list(self._files.values())
 
-    def try_take(self, uuids: Sequence[str], run_id: str) -> str | None:
+    def try_take(self, uuids: Sequence[str], run: Path | str) -> str | None:
         """Take all of the GPUs or none.
+
+        Args:
+            uuids: The GPUs.
+            run: Who takes them: the run's directory.
 
         Returns:
             None on success, else the UUID of the first GPU that another run holds.
@@ -54,10 +65,17 @@ class Leases:
                 return uuid
             taken[uuid] = descriptor
         for uuid, descriptor in taken.items():
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, run_id.encode(), 0)
             self._files[uuid] = descriptor
+            with contextlib.suppress(OSError):  # the lock counts; on a full disk its holder stays unnamed
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, os.fsencode(run), 0)
         return None
+
+    def take_free(self, uuids: Iterable[str], run: Path | str) -> None:
+        """Take those of the GPUs that nobody holds, for a run that shares the others."""
+        for uuid in uuids:
+            if uuid not in self._files:
+                self.try_take([uuid], run)
 
     def close(self) -> None:
         """Release everything this process holds; torchrun's copies end with torchrun."""
@@ -67,8 +85,21 @@ class Leases:
         self._files.clear()
 
 
-def holder(uuid: str) -> str | None:
-    """Id of the run that holds a GPU, or None if it is free."""
+def holder(uuid: str, store: Path | None = None) -> str | None:
+    """Id of the run that holds a GPU, or None if it is free.
+
+    Args:
+        uuid: The GPU.
+        store: The reader's own store, if the store of a run that is in another one is to be named as well.
+    """
+    found = _holder(uuid)
+    if found is None:
+        return None
+    foreign = store is not None and found.is_absolute() and found.parent != store
+    return f"{found.name} of {found.parent}" if foreign else found.name
+
+
+def _holder(uuid: str) -> Path | None:
     path = folder() / f"{uuid}.lock"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -78,7 +109,7 @@ def holder(uuid: str) -> str | None:
         # A shared lock is enough to find out, and two that ask at once do not disturb each other.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return os.pread(descriptor, 200, 0).decode(errors="replace") or "another run"
+        return Path(os.fsdecode(os.pread(descriptor, 5000, 0)) or "another run")
     finally:
         os.close(descriptor)
     return None

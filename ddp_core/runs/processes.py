@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -19,6 +19,7 @@ import psutil
 from ddp_core.runs.state import ProcessId
 
 MARK_VARIABLE = "DDP_RUN_MARK"
+RUN_DIR_VARIABLE = "DDP_RUN_DIR"
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -30,8 +31,8 @@ def boot_id() -> str:
 def identify(pid: int) -> ProcessId | None:
     """Describe a living process so that it can be recognised later; None if it is gone."""
     try:
-        return ProcessId(pid=pid, create_time=psutil.Process(pid).create_time(), boot_id=boot_id())
-    except psutil.Error:
+        return ProcessId(pid=pid, create_time=_stat(pid)[1], boot_id=boot_id())
+    except OSError:
         return None
 
 
@@ -40,11 +41,16 @@ def alive(process: ProcessId | None) -> bool:
     if process is None or process.boot_id != boot_id():
         return False
     try:
-        found = psutil.Process(process.pid)
-        # The kernel gives the start in clock ticks of 10 ms.
-        return abs(found.create_time() - process.create_time) < 0.05 and found.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
+        status, create_time = _stat(process.pid)
+    except OSError:
         return False
+    return status not in ("Z", "X") and abs(create_time - process.create_time) < 0.005
+
+
+def _stat(pid: int) -> tuple[str, float]:
+    """A process's status and when it started, in seconds after the boot; see proc(5)."""
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # its name may hold anything
+    return fields[0].decode(), int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def become_subreaper() -> None:
@@ -55,15 +61,26 @@ def become_subreaper() -> None:
 def marked(mark: str) -> list[int]:
     """All living processes that carry the run's mark, whatever their parent or session."""
     needle = f"{MARK_VARIABLE}={mark}\0".encode()
-    found = []
+    return [pid for pid, environ in _environments() if needle in environ]
+
+
+def run_dirs() -> set[str]:
+    """The run directories of all living supervisors, torchruns and ranks, even of those that somebody has removed."""
+    name = f"{RUN_DIR_VARIABLE}=".encode()
+    return {
+        os.fsdecode(variable.removeprefix(name))
+        for _, environ in _environments()
+        for variable in environ.split(b"\0")
+        if variable.startswith(name)
+    }
+
+
+def _environments() -> Iterator[tuple[int, bytes]]:
     for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        # Gone meanwhile, or another user's: neither is ours. A zombie's environ is empty.
-        with contextlib.suppress(OSError), Path(entry.path, "environ").open("rb") as environ:
-            if needle in environ.read() + b"\0":
-                found.append(int(entry.name))
-    return found
+        if entry.name.isdigit():
+            # Gone meanwhile, or another user's: neither is ours. A zombie's environ is empty.
+            with contextlib.suppress(OSError), Path(entry.path, "environ").open("rb") as environ:
+                yield int(entry.name), environ.read() + b"\0"
 
 
 def owned(mark: str) -> list[int]:

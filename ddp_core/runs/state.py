@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ class ProcessId(BaseModel):
 
     Attributes:
         pid: The process id.
-        create_time: When it started, seconds since the epoch as psutil gives it.
+        create_time: When it started, in seconds after the boot: setting the clock changes nothing.
         boot_id: The boot it belongs to, from ``/proc/sys/kernel/random/boot_id``.
     """
 
@@ -124,8 +125,17 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def write_state(path: Path, state: RunState) -> None:
-    """Replace ``state.json`` in one step."""
-    write_json(path, state.model_dump(mode="json"))
+    """Replace ``state.json`` in one step; where the disk is full, write over what it holds already."""
+    document = state.model_dump(mode="json")
+    try:
+        write_json(path, document)
+    except OSError as error:
+        data = jsonl.dumps(document)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or path.stat().st_blocks * 512 < len(data):
+            raise
+        with path.open("r+b") as file:
+            file.write(data)
+            file.truncate()
 
 
 def moved(state: RunState, to: RunStatus, **changes: Any) -> RunState:

@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import orjson
-
 from ddp_core.runs import gpus, processes
 from ddp_core.runs.store import RunDir
+from ddp_core.telemetry import jsonl
 
 # NVML shows a process for a moment after the kernel has ended it.
 _GPU_RELEASE_S = 3.0
@@ -98,12 +97,11 @@ def stop_words(proof: dict[str, Any]) -> str:
 
 
 def stop_request(run: RunDir) -> dict[str, Any] | None:
-    """The recorded intent to stop: ``{"ts", "grace_s"}``, or None."""
+    """The recorded intent to stop: ``{"ts", "grace_s"}``, either left out where it could not be written, or None."""
     try:
-        found = orjson.loads(run.stop_file.read_bytes())
-    except (OSError, orjson.JSONDecodeError):
+        return jsonl.loads(run.stop_file.read_bytes()) or {}
+    except OSError:
         return None
-    return found if isinstance(found, dict) else None
 
 
 def _gpus_released(uuids: set[str], pids: set[int]) -> bool | None:

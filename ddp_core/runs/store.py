@@ -17,6 +17,7 @@ from pathlib import Path
 from ddp_core import config as config_module
 from ddp_core.config import NAME_LIMIT, RunConfig
 from ddp_core.errors import UserError
+from ddp_core.runs import processes
 from ddp_core.runs.state import RunState, read_state
 
 _INTENT = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -114,6 +115,13 @@ class RunDir:
         return max(found, key=lambda p: p.stat().st_mtime, default=None)
 
 
+def _is_run(path: Path) -> bool:
+    try:
+        return (path / "config.yaml").exists() or (path / "state.json").exists()
+    except OSError:  # another user's, closed to us
+        return False
+
+
 class Store:
     """A folder of run directories.
 
@@ -122,14 +130,17 @@ class Store:
     """
 
     def __init__(self, root: Path | str | None = None) -> None:
-        self.root = Path(root or os.environ.get("DDP_STORE") or "experiments").expanduser().absolute()
+        try:
+            self.root = Path(root or os.environ.get("DDP_STORE") or "experiments").expanduser().absolute()
+        except FileNotFoundError:
+            raise UserError("the current folder is gone; choose a store by an absolute --store or DDP_STORE") from None
 
     def run(self, run_id: str) -> RunDir:
         """Find a run; UserError if there is none of that id."""
         path = self.root / run_id
         # An id comes from an address bar: it must not lead out of the store, and may be anything else.
         try:
-            found = "/" not in run_id and run_id not in ("", ".", "..") and path.is_dir()
+            found = "/" not in run_id and not run_id.startswith(".") and _is_run(path)
         except (OSError, ValueError):  # too long for a name, or with a NUL in it
             found = False
         if not found:
@@ -138,7 +149,7 @@ class Store:
         return RunDir(path)
 
     def runs(self) -> list[RunDir]:
-        """All run directories, in no order. A folder without a config is not a run."""
+        """All run directories, in no order. A folder that holds neither a config nor a state is not a run."""
         try:
             with os.scandir(self.root) as entries:
                 found = [Path(e.path) for e in entries if not e.name.startswith(".") and e.is_dir()]
@@ -146,7 +157,7 @@ class Store:
             return []
         except OSError as error:
             raise UserError(f"the store {self.root} cannot be read: {error.strerror}") from None
-        return [RunDir(path) for path in found if (path / "config.yaml").exists()]
+        return [RunDir(path) for path in found if _is_run(path)]
 
     def create(self, name: str) -> RunDir:
         """Make the next directory of that name: ``name-1``, ``name-2``, …; call under :meth:`locked`."""
@@ -155,11 +166,13 @@ class Store:
         return run
 
     def next_id(self, name: str) -> str:
-        """The id that a run of this name would get now."""
-        try:
-            names = [path.name for path in self.root.iterdir()]
-        except OSError:
-            names = []
+        """The id that a run of this name would get now.
+
+        A run whose directory was removed under it goes on writing there, so its id is not free yet.
+        """
+        names = [path.name for path in map(Path, processes.run_dirs()) if path.parent == self.root]
+        with contextlib.suppress(OSError):
+            names += [path.name for path in self.root.iterdir()]
         numbers = [
             int(match["number"]) for entry in names if (match := _RUN_ID.fullmatch(entry)) and match["name"] == name
         ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -75,20 +76,40 @@ class Supervisor:
     # --- before torchrun ---
 
     def _wait_for_gpus(self) -> bool:
-        """Hold the run's GPUs; False if the run was stopped while it waited."""
-        while True:
+        """Hold the run's GPUs; False if the run was stopped or removed while it waited."""
+        answers: queue.SimpleQueue[tuple[list[str] | None, str] | Exception] = queue.SimpleQueue()
+        looking = False
+        while self.run.path.is_dir():
             if stop_request(self.run) is not None:
                 self.recorder.move(RunStatus.STOPPING)
                 proof = {"seconds": 0.0, "escalated": False, "left_alive": 0, "gpu_memory_released": None}
                 self.recorder.move(RunStatus.STOPPED, reason="cancelled before it started", stop=proof, stage="")
                 return False
-            uuids, waiting = self._try_gpus()
+            if not looking:
+                threading.Thread(target=self._look_for_gpus, args=(answers,), name="look", daemon=True).start()
+            try:
+                answer = answers.get(timeout=QUEUE_S)
+            except queue.Empty:  # a driver that hangs
+                looking = True
+                self.recorder.heartbeat()
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            uuids, waiting = answer
             if uuids is not None:
                 self.recorder.update(gpus=tuple(uuids))
                 return True
+            looking = False
             self.recorder.stage(waiting)
             self.recorder.heartbeat()
             time.sleep(QUEUE_S)
+        return False
+
+    def _look_for_gpus(self, answers: queue.SimpleQueue[tuple[list[str] | None, str] | Exception]) -> None:
+        try:
+            answers.put(self._try_gpus())
+        except Exception as error:  # it is raised where the answer is waited for
+            answers.put(error)
 
     def _try_gpus(self) -> tuple[list[str] | None, str]:
         launch = self.config.launch
@@ -96,21 +117,31 @@ class Supervisor:
             return [], ""
         found = gpus.report()
         if isinstance(launch.gpus, tuple):
-            uuids: list[str] | None = gpus.resolve(launch.gpus, found)
+            try:
+                uuids: list[str] | None = gpus.resolve(launch.gpus, found)
+            except UserError as error:  # they were there at the launch, and may come back
+                return None, f"waiting: {error.message}"
+        elif found["error"] and self.recorder.state.stage.startswith("waiting"):
+            # What has waited for GPUs must not go to the CPU because the driver is away for a moment.
+            return None, f"waiting: {found['error']}"
         elif not gpus.trains_on_gpus(self.config, found)[0]:
             return [], ""
         else:
-            uuids, waiting = gpus.pick(found, gpus.processes(), launch.nproc_per_node)
+            store = self.run.path.parent
+            uuids, waiting = gpus.pick(
+                found, gpus.processes(), launch.nproc_per_node, store=store, share=launch.share_gpus
+            )
             if uuids is None:
                 return None, waiting
         assert uuids is not None
         if launch.share_gpus:
+            self.leases.take_free(uuids, self.run.path)
             return uuids, ""
-        held = self.leases.try_take(uuids, self.run.id)
+        held = self.leases.try_take(uuids, self.run.path)
         if held is None:
             return uuids, ""
         index = next((gpu["index"] for gpu in found["gpus"] if gpu["uuid"] == held), held)
-        return None, f"waiting for GPU {index}, held by {holder(held) or 'another run'}"
+        return None, f"waiting for GPU {index}, held by {holder(held, self.run.path.parent) or 'another run'}"
 
     def _start(self) -> None:
         self.recorder.move(RunStatus.STARTING, started=time.time(), stage="starting torchrun")
@@ -118,16 +149,19 @@ class Supervisor:
         command = torchrun_command(self.config, self.run.path)
         environment = torchrun_environment(self.config, self.run.path, mark=state.mark, gpus=state.gpus)
         # Files, not pipes: a pipe that nobody reads would stall the training once it is full.
-        with self.run.agent_log.open("ab") as log:
-            self.agent = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=self.leases.descriptors,
-            )
+        try:
+            with self.run.agent_log.open("ab") as log:
+                self.agent = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=self.leases.descriptors,
+                )
+        except OSError as error:  # an environment too large for the kernel, for instance
+            raise UserError(f"torchrun could not be started: {error.strerror}") from None
         self.recorder.update(agent=processes.identify(self.agent.pid))
         self.recorder.event("attempt", f"torchrun started (pid {self.agent.pid})", attempt=0, command=command)
 
@@ -151,6 +185,9 @@ class Supervisor:
                 self.shutdown = Shutdown(self.recorder.state.mark, None, self._leftover_grace(), self._say)
             else:
                 self._follow_ranks()
+            if self.config.launch.share_gpus:
+                # A run that does not share must not come to a GPU that this one is on when its holder ends.
+                self.leases.take_free(self.recorder.state.gpus, self.run.path)
             self.recorder.heartbeat()
             _reap_orphans(self.agent)
             time.sleep(TICK_S)
@@ -236,18 +273,20 @@ class Supervisor:
         if stopping and outcomes != {"finished"}:
             assert proof is not None
             self.recorder.move(RunStatus.STOPPED, reason=stop_words(proof), stop=proof, **known)
-        elif (exit_code == 0 and not stopping) or outcomes == {"finished"}:
+        elif (exit_code == 0 and not stopping and outcomes != {"stopped"}) or outcomes == {"finished"}:
             after = f", then torchrun ended with {evidence.exit_words(exit_code)}" if exit_code else ""
             self.recorder.move(RunStatus.FINISHED, reason=f"training finished{after}", **known)
-        elif outcomes == {"stopped"} and exit_code is not None and exit_code > 0:
-            # torchrun itself was asked to end, passed that on and then left with its usual 1.
+        elif outcomes == {"stopped"} and (exit_code >= 0 if exit_code is not None else self.shutdown is None):
+            # The ranks were asked to end, by torchrun (which was asked itself) or by somebody else.
             self.recorder.move(RunStatus.STOPPING, stage="")
             self.recorder.move(RunStatus.STOPPED, reason="stopped by a signal from outside", stop=proof, **known)
-        elif exit_code is None and "failed" not in outcomes and not (self.shutdown and self.shutdown.ended_pids):
-            self.recorder.move(RunStatus.LOST, reason="nothing of it is alive and no rank recorded an outcome", **known)
         else:
             failure = evidence.find_failure(self.run, state.attempt, state.nproc_per_node, exit_code)
-            self.recorder.move(RunStatus.FAILED, reason=failure["message"], failure=failure, **known)
+            if exit_code is None and failure["rank"] is None and not (self.shutdown and self.shutdown.ended_pids):
+                reason = "nothing of it is alive and no rank recorded an outcome"
+                self.recorder.move(RunStatus.LOST, reason=reason, **known)
+            else:
+                self.recorder.move(RunStatus.FAILED, reason=failure["message"], failure=failure, **known)
 
     def _fail(self, message: str) -> None:
         failure: dict[str, Any] = {"rank": None, "kind": "launch", "message": message, "traceback": None, "victims": []}

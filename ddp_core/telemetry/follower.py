@@ -50,6 +50,11 @@ class LineFollower:
         """Bytes of the file that are done with: where the first line not yet given begins."""
         return self._position - len(self._tail)
 
+    @property
+    def rest(self) -> bytes:
+        """The half line after the last whole one, which is all there will be once nobody writes any more."""
+        return self._tail
+
     def poll(self, max_bytes: int = 8 << 20) -> list[bytes]:
         """Read what is new.
 
