@@ -69,16 +69,14 @@ class LaunchConfig(_Section):
     @field_validator("gpus", mode="before")
     @classmethod
     def _gpus_from_text(cls, value: Any) -> Any:
-        # "0,1" is what people type on a command line and in CUDA_VISIBLE_DEVICES.
-        if isinstance(value, bool):
+        if any(isinstance(v, bool) for v in (value if isinstance(value, (list, tuple)) else [value])):
             raise ValueError("must be auto, none, or a list such as [0, 1]")
+        # "0,1" is what people type on a command line and in CUDA_VISIBLE_DEVICES.
         if isinstance(value, int):
             return (value,)
         if isinstance(value, str) and value not in ("auto", "none"):
             value = [part.strip() for part in value.split(",") if part.strip()]
         if isinstance(value, (list, tuple)):
-            if any(isinstance(v, bool) for v in value):
-                raise ValueError("must be auto, none, or a list such as [0, 1]")
             return tuple(int(v) if isinstance(v, str) and v.isdecimal() else v for v in value)
         return value
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -67,3 +68,20 @@ def test_without_arguments_the_help_is_shown():
     process = ddp()
     assert "launch" in process.stdout + process.stderr
     assert "Traceback" not in process.stderr
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path):
+    command = [sys.executable, "-m", "ddp_core.cli", "ls", "--store", str(tmp_path)]
+    for extra in ([], ["--json"]):
+        process = subprocess.Popen([*command, *extra], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == ("", 0)
+
+
+def test_ctrl_c_says_that_a_run_goes_on_by_itself():
+    command = [sys.executable, "-m", "ddp_core.cli", "gpus", "--watch"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert "a launched run goes on by itself" in process.communicate(timeout=60)[1]
+    assert process.returncode == 130

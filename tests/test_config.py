@@ -43,6 +43,11 @@ def test_yaml_round_trip_is_exact(config):
         ("launch: {gpus: [rtx]}", "launch.gpus", "neither an index nor a UUID"),
         ("launch: {gpus: 1.5}", "launch.gpus", "must be auto, none, or a list"),
         ("launch: {gpus: true}", "launch.gpus", "must be auto"),
+        ("launch: {gpus: [true]}", "launch.gpus", "must be auto"),
+        ("launch: {gpus: ²}", "launch.gpus", "neither an index nor a UUID"),
+        ("training: {epochs: yes}", "training.epochs", "should not be true"),
+        ("launch: {omp_num_threads: true}", "launch.omp_num_threads", "should not be true"),
+        ("name: no", "name", "needs quotes"),
         ("launch: {gpus: [0, 1], nproc_per_node: 4}", "launch", "one GPU per process"),
         ("launch: {gpus: none, device: cuda}", "launch", "gpus is none"),
         ("launch: {env: {RANK: '1'}}", "launch.env", "set by the launcher"),
@@ -73,7 +78,7 @@ def test_bad_config_names_the_field_and_what_to_do(text, field, words):
         ("name: a\nname: b", "line 2, column 1 is not valid YAML: the field name stands twice"),
         ("name: 2026-99-01", "month must be in 1..12"),
         ("[" * 2000, "nested too deeply"),
-        ("name: \x00", "is not valid YAML"),
+        ("name: \x00", "is not valid YAML: unacceptable character #x0000: special characters are not allowed$"),
     ],
 )
 def test_bad_yaml_names_the_place(text, words):
@@ -109,3 +114,8 @@ def test_every_field_is_described():
     described = "\n".join(describe_fields())
     assert "None" not in described.replace("[None]", "")
     assert "training.batch_size [16]\n  Samples per process" in described
+
+
+def test_an_override_that_is_no_yaml_is_taken_as_text():
+    for text in ("2026-99-01", "[", "[" * 2000):
+        assert apply_overrides({}, [f"name={text}"]) == {"name": text}

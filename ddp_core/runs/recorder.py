@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -93,5 +94,6 @@ class Recorder:
 
     def _complain(self, error: OSError) -> None:
         if not self._failing:
-            print(f"{self.run.path} cannot be written: {error.strerror}; the training goes on", file=sys.stderr)
+            with contextlib.suppress(OSError):  # that log is on the same disk
+                print(f"{self.run.path} cannot be written: {error.strerror}; the training goes on", file=sys.stderr)
         self._failing = True

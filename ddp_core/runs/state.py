@@ -131,7 +131,8 @@ def write_state(path: Path, state: RunState) -> None:
         write_json(path, document)
     except OSError as error:
         data = jsonl.dumps(document)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or path.stat().st_blocks * 512 < len(data):
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not full or not path.exists() or path.stat().st_blocks * 512 < len(data):
             raise
         with path.open("r+b") as file:
             file.write(data)

@@ -45,7 +45,12 @@ class Supervisor:
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        self.config: RunConfig = run.config()
+        self.config = RunConfig()
+        self._config_problem = ""
+        try:
+            self.config = run.config()
+        except UserError as error:  # what runs already can be watched and stopped without it
+            self._config_problem = str(error)
         self.recorder = Recorder(run, run.state())
         self.leases = Leases()
         self.agent: subprocess.Popen[bytes] | None = None
@@ -60,6 +65,8 @@ class Supervisor:
         self.recorder.update(supervisor=processes.identify(os.getpid()))
         try:
             if self.recorder.state.state is RunStatus.QUEUED:
+                if self._config_problem:
+                    raise UserError(self._config_problem)
                 if not self._wait_for_gpus():
                     return
                 self._start()
@@ -169,6 +176,8 @@ class Supervisor:
         alive = processes.marked(self.recorder.state.mark)
         what = f"{len(alive)} of its processes alive" if alive else "nothing of it alive"
         self.recorder.event("warning", f"the supervisor was gone; a new one took over and found {what}")
+        if self._config_problem:
+            self.recorder.event("warning", f"its config cannot be read: {self._config_problem}")
 
     # --- while it runs ---
 

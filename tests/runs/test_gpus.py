@@ -180,3 +180,28 @@ def test_a_driver_that_hangs_does_not_keep_a_stop_waiting(machine):
     assert document["state"] == "stopped"
     assert document["stop"]["seconds"] < 15
     assert document["stop"]["left_alive"] == 0
+
+
+def test_a_queued_run_waits_for_a_gpu_that_got_lost_and_can_be_stopped_while_the_driver_hangs(machine):
+    def launched(*sets: str):
+        arguments = [part for one in ("nproc_per_node=1", *sets) for part in ("--set", one)]
+        return machine.store.run(json.loads(machine.launch(*arguments, *CPU).stdout)["id"])
+
+    def stage(run, words: str) -> None:
+        wait_for(lambda: words in run.state().stage, f"{run.id}: {words}")
+
+    sharing = launched("gpus=0", "share_gpus=true")
+    wait_for(lambda: sharing.state().gpus, "it has its GPU")
+    waiting = launched("gpus=0,1")
+    stage(waiting, f"waiting for GPU 0, held by {sharing.id}")  # sharing is asked for by one, but not by the other
+    machine.fake.lose(1)
+    stage(waiting, "waiting: GPU 1")
+    machine.fake.restore(1)
+    stage(waiting, "waiting for GPU 0")
+    machine.fake.delay(None, "*", 60_000)
+    try:
+        cancelled = json.loads(machine.ddp("stop", waiting.id, "--json").stdout)
+    finally:
+        machine.fake.delay(None, "*", 0)
+    assert (cancelled["state"], cancelled["reason"]) == ("stopped", "cancelled before it started")
+    machine.ddp("stop", sharing.id)
