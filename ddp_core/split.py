@@ -1,7 +1,7 @@
 """How samples are divided among ranks: the arithmetic of ``DistributedSampler``, without torch.
 
-Source of the rule: ``torch.utils.data.DistributedSampler`` with ``drop_last=False``: the list of
-indices is padded from its own beginning to a multiple of the world size, and rank r takes every
+Source of the rule: ``torch.utils.data.DistributedSampler``: the list of indices is padded from its own
+beginning to a multiple of the world size (or, with ``drop_last``, cut to one), and rank r takes every
 world_size-th index from r on. With shuffling it is the same split, of a permutation.
 """
 
@@ -18,10 +18,12 @@ class Split:
     Attributes:
         samples: Samples in the data set.
         world_size: Number of ranks.
-        batch_size: Samples per rank and step.
+        batch_size: Samples per rank and batch.
         per_rank: Samples each rank sees in an epoch, the padding included.
         padded: Samples that are seen twice so that every rank has as many.
-        steps_per_epoch: Optimizer steps of an epoch; the last batch may be short.
+        dropped: Samples that are left out, with ``drop_last``, so that every rank has as many.
+        batches_per_epoch: Batches of each rank in an epoch; the last one may be short.
+        steps_per_epoch: Optimizer steps of an epoch; the last one may have fewer batches.
     """
 
     samples: int
@@ -29,6 +31,8 @@ class Split:
     batch_size: int
     per_rank: int
     padded: int
+    dropped: int
+    batches_per_epoch: int
     steps_per_epoch: int
 
     def first_indices(self, rank: int, count: int = 4) -> list[int]:
@@ -36,14 +40,25 @@ class Split:
         return [i % self.samples for i in range(rank, self.per_rank * self.world_size, self.world_size)][:count]
 
 
-def split(samples: int, world_size: int, batch_size: int) -> Split:
-    """Divide ``samples`` among ``world_size`` ranks as DistributedSampler does."""
-    per_rank = math.ceil(samples / world_size)
+def split(samples: int, world_size: int, batch_size: int, *, accumulation: int = 1, drop_last: bool = False) -> Split:
+    """Divide ``samples`` among ``world_size`` ranks as DistributedSampler does.
+
+    Args:
+        samples: Samples in the data set.
+        world_size: Number of ranks.
+        batch_size: Samples per rank and batch.
+        accumulation: Batches of an optimizer step.
+        drop_last: Leave out the last samples of the order, fewer than ``world_size``, instead of padding.
+    """
+    per_rank = samples // world_size if drop_last else math.ceil(samples / world_size)
+    batches = math.ceil(per_rank / batch_size)
     return Split(
         samples=samples,
         world_size=world_size,
         batch_size=batch_size,
         per_rank=per_rank,
-        padded=per_rank * world_size - samples,
-        steps_per_epoch=math.ceil(per_rank / batch_size),
+        padded=max(0, per_rank * world_size - samples),
+        dropped=max(0, samples - per_rank * world_size),
+        batches_per_epoch=batches,
+        steps_per_epoch=math.ceil(batches / accumulation),
     )

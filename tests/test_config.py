@@ -36,7 +36,7 @@ def test_yaml_round_trip_is_exact(config):
         ("training: {epochs: 0}", "training.epochs", "greater than or equal to 1"),
         ("training: {model: resnt18}", "training.model", "did you mean resnet18?"),
         ("training: {dataset: digit}", "training.dataset", "'digits'"),
-        ("training: {dataset: image_folder}", "training", "data_dir"),
+        ("training: {dataset: image_folder}", "training.data_dir", "data_dir"),
         ("launch: {gpus: [0, 0]}", "launch.gpus", "listed twice"),
         ("launch: {gpus: []}", "launch.gpus", "empty"),
         ("launch: {gpus: [-1]}", "launch.gpus", "cannot exist"),
@@ -48,8 +48,8 @@ def test_yaml_round_trip_is_exact(config):
         ("training: {epochs: yes}", "training.epochs", "should not be true"),
         ("launch: {omp_num_threads: true}", "launch.omp_num_threads", "should not be true"),
         ("name: no", "name", "needs quotes"),
-        ("launch: {gpus: [0, 1], nproc_per_node: 4}", "launch", "one GPU per process"),
-        ("launch: {gpus: none, device: cuda}", "launch", "gpus is none"),
+        ("launch: {gpus: [0, 1], nproc_per_node: 4}", "launch.nproc_per_node", "one GPU per process"),
+        ("launch: {gpus: none, device: cuda}", "launch.gpus", "gpus is none"),
         ("launch: {env: {RANK: '1'}}", "launch.env", "set by the launcher"),
         ("launch: {env: {CUDA_VISIBLE_DEVICES: '1'}}", "launch.env", "launch.gpus"),
         ("launch: {env: {'A=B': '1'}}", "launch.env", "cannot be the name"),
@@ -59,6 +59,21 @@ def test_yaml_round_trip_is_exact(config):
         ("name: 'a b'", "name", "cannot name a run"),
         ("name: ''", "name", "cannot name a run"),
         (f"name: {'x' * 300}", "name", "300 characters"),
+        ("{launch: {device: cpu}, training: {precision: fp16}}", "training.precision", "fp16 needs CUDA"),
+        ("{launch: {device: cpu}, ddp: {sync_batchnorm: true}}", "ddp.sync_batchnorm", "CUDA only"),
+        ("ddp: {static_graph: true, find_unused_parameters: true}", "ddp.static_graph", "choose one"),
+        ("{ddp: {static_graph: true}, training: {compile: true}}", "ddp.static_graph", "do not go together"),
+        ("training: {accumulation: 24}", "training.accumulation", "only 23 batches"),
+        ("training: {warmup_epochs: 61}", "training.warmup_epochs", "does not end within 60 epochs"),
+        (
+            "training: {dataset: synthetic, synthetic_samples: 3, drop_last: true}",
+            "training.drop_last",
+            "leave nothing",
+        ),
+        ("training: {num_workers: many}", "training.num_workers", "auto"),
+        ("watch: {every_steps: 0}", "watch.every_steps", "greater than or equal to 1"),
+        ("checkpoint: {keep: 2}", "checkpoint", "did you mean checkpoints?"),
+        ("training: {keep: 2}", "training.keep", "keep belongs under checkpoints"),
     ],
 )
 def test_bad_config_names_the_field_and_what_to_do(text, field, words):
@@ -119,3 +134,9 @@ def test_every_field_is_described():
 def test_an_override_that_is_no_yaml_is_taken_as_text():
     for text in ("2026-99-01", "[", "[" * 2000):
         assert apply_overrides({}, [f"name={text}"]) == {"name": text}
+
+
+def test_a_config_of_an_earlier_version_still_opens():
+    assert from_yaml("training: {keep_checkpoints: 7}").checkpoints.keep == 7
+    with pytest.raises(UserError, match="unknown field"):
+        from_yaml("{training: {keep_checkpoints: 7}, checkpoints: {keep: 3}}")

@@ -61,7 +61,7 @@ class Checkpoints:
 
     Args:
         run_dir: The run directory.
-        config: Goes into each checkpoint; ``training.keep_checkpoints`` of them are kept.
+        config: Goes into each checkpoint; ``checkpoints.keep`` of them are kept.
         model: The bare model, so that names carry no ``module.``.
         optimizer: The optimizer.
         world: All ranks.
@@ -163,7 +163,7 @@ class Checkpoints:
         return None
 
     def _remove_old(self) -> None:
-        for file in checkpoint_files(self._dir)[: -self._config.training.keep_checkpoints]:
+        for file in checkpoint_files(self._dir)[: -self._config.checkpoints.keep]:
             file.path.unlink(missing_ok=True)
 
 

@@ -79,7 +79,7 @@ def test_checkpoints_are_ordered_by_progress_not_by_name(tmp_path):
 
 
 def test_only_the_newest_checkpoints_are_kept(in_ranks, tmp_path):
-    run_dir = make_run(tmp_path / "run", "keep_checkpoints=2")
+    run_dir = make_run(tmp_path / "run", "checkpoints.keep=2")
     in_ranks(ranks.save_epochs, 2, run_dir, 4)
     assert [file.path.name for file in checkpoint_files(run_dir)] == ["model_epoch3.pth", "model_epoch4.pth"]
     assert (run_dir / "latest").readlink().name == "model_epoch4.pth"
