@@ -6,6 +6,7 @@ against TensorBoard's SummaryWriter where that is installed. All in turn in one 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import sys
@@ -34,7 +35,7 @@ VALUES: dict[str, float] = {
 }
 
 
-def writers(folder: Path) -> dict[str, Callable[[int], Any]]:
+def writers(folder: Path, open_files: contextlib.ExitStack) -> dict[str, Callable[[int], Any]]:
     """Give each way to log one step, by name."""
     log = RankLog(folder / "rank_0.jsonl")
     buffered = (folder / "buffered.jsonl").open("w")
@@ -54,18 +55,20 @@ def writers(folder: Path) -> dict[str, Callable[[int], Any]]:
         print("tensorboard is not installed: SummaryWriter is not measured")
         return ways
     board = SummaryWriter(str(folder / "board"))
+    open_files.callback(board.close)  # before its folder goes
 
     def scalars(step: int) -> None:
         for name, value in VALUES.items():
             board.add_scalar(name, value, step)
 
     ways["SummaryWriter.add_scalar × 10, by a thread, ≤ 120 s late"] = scalars
+    ways["SummaryWriter.add_scalar × 1, a single value"] = lambda step: board.add_scalar("loss", VALUES["loss"], step)
     return ways
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        ways = writers(Path(folder))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as open_files:
+        ways = writers(Path(folder), open_files)
         times: dict[str, list[float]] = {name: [] for name in ways}
         step = 0
         for _ in range(ROUNDS):

@@ -21,13 +21,13 @@ from pydantic import BaseModel, ValidationError
 
 from ddp_core import config as config_module
 from ddp_core.catalog import SUGGESTED_MODELS
-from ddp_core.config import LaunchConfig, RunConfig, TrainingConfig
+from ddp_core.config import RunConfig, sections
 from ddp_core.errors import UserError
 
 GPU_LIST = "launch.gpus.list"
 """Key of the chosen GPUs among the form's values: indices and UUIDs as text."""
 
-Kind = Literal["text", "number", "choice", "suggest", "toggle", "gpus", "env"]
+Kind = Literal["text", "number", "choice", "suggest", "checkpoint", "toggle", "gpus", "env"]
 
 # Only where the field's own name does not read well as a label.
 _LABELS = {
@@ -35,11 +35,34 @@ _LABELS = {
     "launch.gpus": "GPUs",
     "launch.share_gpus": "Share GPUs",
     "launch.stop_grace_s": "Stop grace (s)",
+    "launch.timeout_s": "Collective timeout (s)",
     "launch.omp_num_threads": "OMP threads",
-    "launch.env": "Environment",
+    "launch.env": "Environment variables",
     "training.dataset": "Data set",
     "training.data_dir": "Data folder",
+    "training.accumulation": "Gradient accumulation",
     "training.lr": "Learning rate",
+    "training.lr_scaling": "Learning rate scaling",
+    "training.lr_batch": "Learning rate found for batch",
+    "training.warmup_epochs": "Warm-up epochs",
+    "training.step_epochs": "Epochs between steps",
+    "training.clip_grad_norm": "Clip gradient norm",
+    "training.ema_decay": "EMA decay",
+    "training.nonfinite": "On NaN or infinity",
+    "training.compile": "torch.compile",
+    "training.early_stopping": "Early stopping (epochs)",
+    "training.max_minutes": "Time limit (minutes)",
+    "training.drop_last": "Drop last samples",
+    "training.num_workers": "Loader workers",
+    "ddp.gradient_as_bucket_view": "Gradients in buckets",
+    "ddp.bucket_cap_mb": "Bucket size (MiB)",
+    "ddp.sync_batchnorm": "Sync BatchNorm",
+    "checkpoints.every_steps": "Checkpoint every (steps)",
+    "checkpoints.every_minutes": "Checkpoint every (minutes)",
+    "checkpoints.keep": "Keep checkpoints",
+    "checkpoints.keep_best": "Keep the best",
+    "watch.enabled": "Watch the ranks",
+    "watch.every_steps": "Compare every (steps)",
 }
 
 
@@ -51,9 +74,10 @@ class FormField:
         name: Dotted name, such as ``training.lr``.
         label: What stands above the widget.
         help: The field's description, with its range.
-        kind: Which widget shows it.
+        kind: Which widget shows it; a number's is a text field, for some of them may also be ``auto``.
         options: Choices, or suggestions for ``suggest``.
         optional: Whether it may be empty, which is None in the config.
+        placeholder: What stands for None.
     """
 
     name: str
@@ -62,6 +86,15 @@ class FormField:
     kind: Kind
     options: tuple[str, ...] = ()
     optional: bool = False
+    placeholder: str = ""
+
+
+# What None means in a field's own words; elsewhere it is "none".
+_PLACEHOLDERS = {
+    "training.data_dir": "default",
+    "training.image_size": "default",
+    "checkpoints.resume_from": "nothing",
+}
 
 
 def _field(section: str, name: str, model: type[BaseModel], schema: Mapping[str, Any]) -> FormField:
@@ -75,6 +108,8 @@ def _field(section: str, name: str, model: type[BaseModel], schema: Mapping[str,
         kind = "gpus"
     elif dotted == "training.model":
         kind, options = "suggest", tuple(SUGGESTED_MODELS)
+    elif dotted == "checkpoints.resume_from":
+        kind = "checkpoint"
     elif "enum" in schema:
         kind, options = "choice", tuple(get_args(info.annotation))
     elif "boolean" in types:
@@ -83,53 +118,138 @@ def _field(section: str, name: str, model: type[BaseModel], schema: Mapping[str,
         kind = "env"
     else:
         kind = "number" if types & {"integer", "number"} else "text"
-    help_text = f"{info.description or ''}{_range_words(branches)}"
+    help_text = " ".join(f"{info.description or ''}{_range_words(branches)}".split())
     label = _LABELS.get(dotted) or name.replace("_", " ").capitalize()
-    return FormField(dotted, label, help_text, kind, options, optional="null" in types)
+    optional = "null" in types
+    placeholder = _PLACEHOLDERS.get(dotted, "none") if optional else ""
+    return FormField(dotted, label, help_text, kind, options, optional, placeholder)
 
 
 def _range_words(branches: Sequence[Mapping[str, Any]]) -> str:
     for branch in branches:
         low, above = branch.get("minimum"), branch.get("exclusiveMinimum")
         high, below = branch.get("maximum"), branch.get("exclusiveMaximum")
-        low_words = f"{low:,}" if low is not None else f"above {above:,}" if above is not None else None
-        high_words = f"{high:,}" if high is not None else f"below {below:,}" if below is not None else None
+        low_words = _grouped(low) if low is not None else f"above {_grouped(above)}" if above is not None else None
+        high_words = _grouped(high) if high is not None else f"below {_grouped(below)}" if below is not None else None
         if low_words and high_words:
             return f" ({low_words} to {high_words})"
     return ""
 
 
+def _grouped(value: float) -> str:
+    return f"{value:,}".removesuffix(".0")
+
+
 def _fields() -> dict[str, FormField]:
-    sections: tuple[tuple[str, type[BaseModel]], ...] = (
-        ("", RunConfig),
-        ("launch", LaunchConfig),
-        ("training", TrainingConfig),
-    )
     found = {}
-    for section, model in sections:
+    models: dict[str, type[BaseModel]] = {"": RunConfig, **sections()}
+    for section, model in models.items():
         for name, schema in model.model_json_schema()["properties"].items():
-            if not section and name in ("launch", "training"):
-                continue
-            field = _field(section, name, model, schema)
-            found[field.name] = field
+            if section or name not in sections():
+                field = _field(section, name, model, schema)
+                found[field.name] = field
     return found
 
 
 FIELDS: dict[str, FormField] = _fields()
 """Every field of RunConfig, by dotted name."""
 
-RUN_FIELDS = (
-    "name",
-    "training.model",
-    "training.dataset",
-    "training.data_dir",
-    "training.epochs",
-    "training.batch_size",
-    "training.optimizer",
-    "training.lr",
+
+@dataclass(frozen=True)
+class FormGroup:
+    """Fields that stand together.
+
+    Attributes:
+        key: Short name.
+        title: What stands above them.
+        fields: Their dotted names.
+        open: Whether they are always to be seen; others are under a title that opens.
+    """
+
+    key: str
+    title: str
+    fields: tuple[str, ...]
+    open: bool = False
+
+
+def _group(key: str, title: str, fields: str, *, open: bool = False) -> FormGroup:
+    return FormGroup(key, title, tuple(fields.split()), open=open)
+
+
+GROUPS = (
+    _group(
+        "run",
+        "Run",
+        "name training.model training.dataset training.data_dir training.synthetic_samples training.epochs "
+        "training.batch_size",
+        open=True,
+    ),
+    _group(
+        "processes",
+        "Processes and GPUs",
+        "launch.nproc_per_node launch.device launch.share_gpus launch.gpus",
+        open=True,
+    ),
+    _group(
+        "optimization",
+        "Optimization",
+        "training.optimizer training.lr training.lr_scaling training.lr_batch training.accumulation "
+        "training.schedule training.warmup_epochs training.step_epochs training.step_factor training.weight_decay "
+        "training.label_smoothing training.clip_grad_norm training.ema_decay training.nonfinite",
+    ),
+    _group(
+        "speed",
+        "Precision and speed",
+        "training.precision training.num_workers ddp.bucket_cap_mb ddp.gradient_compression "
+        "ddp.gradient_as_bucket_view training.channels_last training.compile",
+    ),
+    _group(
+        "ddp",
+        "DDP",
+        "launch.timeout_s watch.every_steps watch.enabled training.drop_last ddp.find_unused_parameters "
+        "ddp.static_graph ddp.sync_batchnorm",
+    ),
+    _group(
+        "checkpoints",
+        "Checkpoints and ending",
+        "checkpoints.resume_from checkpoints.keep checkpoints.keep_best checkpoints.every_steps "
+        "checkpoints.every_minutes training.early_stopping training.max_minutes launch.max_restarts "
+        "launch.stop_grace_s",
+    ),
+    _group(
+        "environment",
+        "Environment and data",
+        "training.seed training.image_size launch.omp_num_threads launch.env",
+    ),
 )
-PROCESS_FIELDS = ("launch.nproc_per_node", "launch.device", "launch.share_gpus", "launch.gpus")
-ADVANCED_FIELDS = tuple(name for name in FIELDS if name not in (*RUN_FIELDS, *PROCESS_FIELDS))
+"""All fields, in the order in which people look for them."""
+
+# Fields that mean something only while another one has one of these values.
+_ONLY_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "training.step_epochs": ("training.schedule", ("step",)),
+    "training.step_factor": ("training.schedule", ("step",)),
+    "training.lr_batch": ("training.lr_scaling", ("linear", "sqrt")),
+    "training.synthetic_samples": ("training.dataset", ("synthetic",)),
+    "watch.every_steps": ("watch.enabled", (True,)),
+}
+
+
+def applies(name: str, values: Mapping[str, Any]) -> bool:
+    """Tell whether a field means something beside the form's other values; one that does not keeps its own."""
+    other, wanted = _ONLY_WITH.get(name, ("", ()))
+    return not other or values[other] in wanted
+
+
+def changed(values: Mapping[str, Any]) -> set[str]:
+    """Names of the fields that apply and differ from their defaults."""
+    return {name for name, field in FIELDS.items() if applies(name, values) and _differs(field, values)}
+
+
+def _differs(field: FormField, values: Mapping[str, Any]) -> bool:
+    try:
+        return bool(_value(field, values) != _value(field, _DEFAULTS))
+    except UserError:  # an environment that cannot be read
+        return True
 
 
 def fill(config: RunConfig) -> dict[str, Any]:
@@ -154,7 +274,7 @@ def document(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: If the environment's text cannot be read.
     """
-    result: dict[str, Any] = {"launch": {}, "training": {}}
+    result: dict[str, Any] = {name: {} for name in sections()}
     for field in FIELDS.values():
         section, _, name = field.name.rpartition(".")
         target = result[section] if section else result
@@ -184,8 +304,7 @@ def read(values: Mapping[str, Any]) -> tuple[RunConfig | None, dict[str, str]]:
     try:
         config = RunConfig.model_validate(nested)
     except ValidationError as error:
-        found = config_module.field_errors(error).items()
-        return None, {_field_at_fault(name, text): text for name, text in found} | problems
+        return None, config_module.field_errors(error) | problems
     return (None, problems) if problems else (config, {})
 
 
@@ -199,18 +318,6 @@ def as_yaml(values: Mapping[str, Any]) -> str:
     except UserError:
         rest = document({**values, "launch.env": ""})
         return yaml.safe_dump(rest, sort_keys=False, allow_unicode=True)
-
-
-def _field_at_fault(name: str, text: str) -> str:
-    """A check across fields reports its section; the field to mend is the first one it names."""
-    if name not in ("launch", "training"):
-        return name
-    in_text = [
-        (match.start(), field)
-        for field in FIELDS
-        if field.startswith(f"{name}.") and (match := re.search(rf"\b{field.partition('.')[2]}\b", text))
-    ]
-    return min(in_text)[1] if in_text else name
 
 
 def _get(config: RunConfig, name: str) -> Any:
@@ -234,8 +341,8 @@ def _value(field: FormField, values: Mapping[str, Any]) -> Any:
         return [_number(gpu) for gpu in values[GPU_LIST]] if value == "choose" else value
     if field.kind == "env":
         return _read_env(value)
-    if field.kind == "text":
-        return None if field.optional and value == "" else value
+    if field.kind in ("text", "checkpoint"):
+        return None if field.optional and value in ("", None) else value
     if field.kind == "number":
         text = value.strip()
         return None if field.optional and text == "" else _number(text)
@@ -276,3 +383,6 @@ def _read_env(text: str) -> dict[str, str]:
                 raise UserError(f"{name}: the quoted value is not closed", field="launch.env") from None
         env[name.strip()] = value
     return env
+
+
+_DEFAULTS = fill(RunConfig())

@@ -264,11 +264,11 @@ def _name(value: float) -> str:
 
 
 def _events(sub: Subscription) -> Payload | None:
-    """What happened to the run: the supervisor's events, and the ranks' warnings, checkpoints and resumes."""
+    """What happened to the run: the supervisor's events, and what the ranks say beside their numbers."""
     feed = _run_feed(sub)
     token = f"{feed.nonce}-{feed.log.generation}-{feed.series.generation}"
     told = {
-        str(rank): [e for e in events if e["event"] in ("warning", "checkpoint", "resumed")]
+        str(rank): [e for e in events if e["event"] in TOLD or (rank == 0 and e["event"] == "end" and e.get("reason"))]
         for rank, events in feed.series.events.items()
     }
     lists: dict[str, list[dict[str, Any]]] = {"supervisor": feed.log.records, **told}
@@ -400,6 +400,7 @@ def _time_of(event: Mapping[str, Any]) -> float:
     return float(ts) if isinstance(ts, (int, float)) else 0.0
 
 
+TOLD = frozenset({"warning", "watch", "skipped", "checkpoint", "resumed"})
 CHANNELS: dict[str, Callable[[Subscription], Payload | None]] = {
     "metric": _metric,
     "hardware": _hardware,

@@ -30,7 +30,18 @@ _LOOK_AGAIN_S = 2.0  # a supervisor that died changes no file
 _PROCESSES_EVERY_S = 5.0
 _RATE_OVER_S = 60.0
 HISTORY_S = 3600.0
+NOTICED_MOST = 3
 ENDED_STATES = frozenset(str(status) for status in runs.RunStatus if status.ended)
+
+
+class _WatchedSeries(RunSeries):
+    """A run's series that also keeps, among the events, what was noticed while the ranks trained."""
+
+    def _take(self, attempt: int, rank: int, records: list[dict[str, Any]]) -> None:
+        super()._take(attempt, rank, records)
+        noticed = [r for r in records if r.get("event") in ("watch", "skipped")]
+        if noticed:
+            self.events.setdefault(rank, []).extend({"rank": rank, **r, "attempt": attempt} for r in noticed)
 
 
 class RunFeed:
@@ -118,7 +129,7 @@ class RunFeed:
             self.read = False
             self.logs = {}
             self.nonce = secrets.token_hex(4)
-            self.series = RunSeries(run.path)
+            self.series = _WatchedSeries(run.path)
             self.hardware = HardwareSeries(run.path)
             self.log = Events(run.events_file)
         self.shown, self.error = shown, error
@@ -155,7 +166,30 @@ class RunFeed:
             "progress": self._progress(shown, joined),
             "skipped": {str(rank): lines for rank, lines in self.series.skipped.items()},
             "metrics": self.series.metrics,
+            "noticed": self._noticed(),
+            "end_reason": self._end_reason(),
         }
+
+    def _noticed(self) -> dict[str, Any]:
+        """What the ranks warned of, newest last: violations, warnings, and the steps that were left out."""
+        told: dict[str, list[dict[str, Any]]] = {"watch": [], "warning": [], "skipped": []}
+        for events in self.series.events.values():
+            for event in events:
+                if event["event"] in told:
+                    told[event["event"]].append(event)
+        skipped = told["skipped"]
+        return {
+            **{name: told[name][-NOTICED_MOST:] for name in ("watch", "warning")},
+            "watch_count": len(told["watch"]),
+            "warning_count": len(told["warning"]),
+            "skipped": {"count": len(skipped), "last": skipped[-1]} if skipped else None,
+        }
+
+    def _end_reason(self) -> str | None:
+        """Why the newest attempt finished, if not because all epochs were done."""
+        ends = [e for e in self.series.events.get(0, ()) if e["event"] in ("start", "end")]
+        reason = ends[-1].get("reason") if ends and ends[-1].get("outcome") == "finished" else None
+        return reason if isinstance(reason, str) else None
 
     def joined(self) -> dict[int, dict[str, Any]]:
         """The newest ``joined`` event of each rank."""

@@ -62,3 +62,8 @@ def split(samples: int, world_size: int, batch_size: int, *, accumulation: int =
         batches_per_epoch=batches,
         steps_per_epoch=math.ceil(batches / accumulation),
     )
+
+
+def auto_workers(cores: int, ranks: int) -> int:
+    """DataLoader workers of each rank for ``num_workers: auto``: its cores less one for itself, at most 8."""
+    return min(8, max(0, cores // ranks - 1))

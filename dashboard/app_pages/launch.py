@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import re
 import shlex
 import time
 import uuid
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import streamlit as st
@@ -16,6 +18,7 @@ from dashboard import form
 from dashboard.components import panels
 from ddp_core import config as config_module
 from ddp_core import runs
+from ddp_core.checkpoint_files import checkpoint_files
 from ddp_core.config import RunConfig
 from ddp_core.errors import UserError
 from ddp_core.runs.gpus import describe_process
@@ -25,6 +28,7 @@ STORE = runs.Store()
 # A second click of a double click can arrive when the run's page is already showing.
 DOUBLE_CLICK_S = 3.0
 DRAFTS_KEPT = 200
+RUNS_TO_RESUME = 50
 
 
 @st.cache_resource
@@ -37,6 +41,30 @@ def drafts() -> OrderedDict[str, dict[str, Any]]:
 def machine_gpus() -> dict[str, Any]:
     """The GPUs of this machine and who is on them; shared by the reruns of a few keystrokes."""
     return runs.gpus_document()
+
+
+@st.cache_data(max_entries=500, show_spinner=False)
+def checkpoints_of(run: str, changed: int) -> dict[str, str]:
+    """A run's checkpoints by path, the newest first, with words for each; listed anew when its folder changes."""
+    return {
+        str(path): f"{Path(run).name} · epoch {epoch}" + (f", step {step}" if step else "")
+        for epoch, step, path in reversed(checkpoint_files(Path(run)))
+    }
+
+
+def checkpoint_names() -> dict[str, str]:
+    """What there is to resume from: the checkpoints of the newest runs by path, with words for each."""
+    found = []
+    try:
+        for run in STORE.runs():
+            with contextlib.suppress(OSError):  # deleted at this moment
+                found.append((run.path.stat().st_mtime_ns, str(run.path)))
+    except UserError:  # a store that cannot be read is told of by others
+        return {}
+    names: dict[str, str] = {}
+    for changed, path in sorted(found, reverse=True)[:RUNS_TO_RESUME]:
+        names |= checkpoints_of(path, changed)
+    return names
 
 
 @st.cache_data(ttl=60, show_spinner="Looking at this machine…")
@@ -118,6 +146,7 @@ def current_values(token: str) -> dict[str, Any]:
     drafts().move_to_end(token)
     while len(drafts()) > DRAFTS_KEPT:
         drafts().popitem(last=False)
+    print("DBG", draft["training.schedule"], draft["training.step_factor"], flush=True)
     return dict(draft)
 
 
@@ -195,13 +224,24 @@ def show_field(name: str, notes: dict[str, list[tuple[str, str]]], gpus: dict[st
             st.selectbox(field.label, field.options, key=key, help=field.help)
         elif field.kind == "suggest":
             st.selectbox(field.label, field.options, key=key, help=field.help, accept_new_options=True)
+        elif field.kind == "checkpoint":
+            names = checkpoint_names()
+            st.selectbox(
+                field.label,
+                list(names),
+                index=None,
+                format_func=lambda path: names.get(path, path),
+                key=key,
+                help=field.help,
+                accept_new_options=True,
+                placeholder=field.placeholder,
+            )
         elif field.kind == "env":
             st.text_area(field.label, key=key, help=field.help, height=68, placeholder="NCCL_DEBUG=INFO")
         elif field.kind == "gpus":
             show_gpus(field, gpus)
         else:
-            placeholder = "default" if field.optional else ""
-            st.text_input(field.label, key=key, help=field.help, live=True, placeholder=placeholder)
+            st.text_input(field.label, key=key, help=field.help, live=True, placeholder=field.placeholder)
         for level, text in notes.get(name, []):
             message(text, level)
 
@@ -288,21 +328,31 @@ def yaml_tab(values: dict[str, Any], *, just_opened: bool) -> None:
         )
 
 
-def form_sections(notes: dict[str, list[tuple[str, str]]], gpus: dict[str, Any], wrong: list[str]) -> None:
-    """All fields, by section."""
-    for title, key, fields in (
-        ("Run", "grid_run", form.RUN_FIELDS),
-        ("Processes and GPUs", "grid_processes", form.PROCESS_FIELDS),
-    ):
-        st.html(f'<h2 class="section-title">{title}</h2>')
-        with st.container(key=key):
-            for name in fields:
+def show_fields(key: str, names: list[str], notes: dict[str, list[tuple[str, str]]], gpus: dict[str, Any]) -> None:
+    """Fields side by side."""
+    if names:
+        with st.container(key=f"grid_{key}"):
+            for name in names:
                 show_field(name, notes, gpus)
-    count = sum(name in form.ADVANCED_FIELDS for name in wrong)
-    label = f"Advanced · {count} to mend" if count else "Advanced"
-    with st.expander(label, key="advanced"), st.container(key="grid_advanced"):
-        for name in form.ADVANCED_FIELDS:
-            show_field(name, notes, gpus)
+
+
+def form_groups(
+    values: dict[str, Any], notes: dict[str, list[tuple[str, str]]], gpus: dict[str, Any], wrong: list[str]
+) -> None:
+    """All fields that mean something as the form is filled, group by group."""
+    changed = form.changed(values)
+    for group in form.GROUPS:
+        names = [name for name in group.fields if form.applies(name, values) or name in notes]
+        if group.open:
+            st.html(f'<h2 class="section-title">{group.title}</h2>')
+            show_fields(group.key, names, notes, gpus)
+            continue
+        counts = {"changed": len(changed.intersection(names)), "to mend": len({*wrong}.intersection(names))}
+        label = " · ".join([group.title, *(f"{count} {word}" for word, count in counts.items() if count)])
+        toggles = [name for name in names if form.FIELDS[name].kind == "toggle"]
+        with st.expander(label, key=f"group_{group.key}"):
+            show_fields(group.key, [name for name in names if name not in toggles], notes, gpus)
+            show_fields(f"toggles_{group.key}", toggles, notes, gpus)
 
 
 def main() -> None:
@@ -374,7 +424,7 @@ def main() -> None:
             form_tab, text_tab = st.tabs(["Form", "YAML"], key="launch_tab", on_change="rerun")
             with form_tab:
                 if form_tab.open:
-                    form_sections(notes, gpus, [name for name, _ in blockers])
+                    form_groups(values, notes, gpus, [name for name, _ in blockers])
             just_opened = bool(text_tab.open) and not STATE.get("launch_yaml_open")
             STATE["launch_yaml_open"] = bool(text_tab.open)
             with text_tab:
@@ -388,8 +438,11 @@ def main() -> None:
                     {
                         **runs.split_preview(config),
                         "batch_size": config.training.batch_size,
+                        "accumulation": config.training.accumulation,
                         "nproc_per_node": config.launch.nproc_per_node,
                         "epochs": config.training.epochs,
+                        "base_lr": config.training.lr,
+                        "lr_scaling": config.training.lr_scaling,
                     },
                     shlex.join(runs.torchrun_command(config, run_dir)),
                 )

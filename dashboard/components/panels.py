@@ -2,7 +2,8 @@
 
 A panel's Python side only says which panel and of which run. Its data come over the page's WebSocket,
 so nothing here reruns while a run goes on. What a user clicks in a panel comes back as a trigger:
-``stop`` (a run's id), ``go`` (another page) and ``changed`` (the page should look again).
+``stop`` (a run's id), ``resume`` (a run and a checkpoint), ``go`` (another page) and ``changed`` (the page should
+look again).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dashboard.components._shim import SHIM, current_page
 from dashboard.components.live_chart import PLOTLY
 from ddp_core import runs
 from ddp_core.errors import UserError
+from ddp_core.runs import actions
 
 _STATIC = Path(__file__).parents[1] / "static"
 _component = st.components.v2.component(
@@ -27,7 +29,7 @@ _PAGES = {
     "run": "app_pages/run.py",
     "gpus": "app_pages/gpus.py",
 }
-_PROBLEM = "ddp.stop_problem"
+_PROBLEM = "ddp.problem"
 
 
 def _panel(name: str, key: str, **data: Any) -> None:
@@ -38,16 +40,26 @@ def _panel(name: str, key: str, **data: Any) -> None:
         except UserError as error:
             st.session_state[_PROBLEM] = str(error)
 
+    def resume() -> None:
+        asked = st.session_state[key].resume
+        store = runs.Store()
+        try:
+            run = store.run(asked["run"])
+            actions.resume(run, store, from_checkpoint=asked["checkpoint"])
+        except UserError as error:
+            st.session_state[_PROBLEM] = str(error)
+
     result = _component(
         key=key,
         data={"page": current_page(), "data": {"panel": name, **data}},
         on_stop_change=stop,
+        on_resume_change=resume,
         on_go_change=_nothing,
         on_changed_change=_nothing,
     )
     if result.go:
         st.switch_page(_PAGES[result.go["page"]], query_params=result.go["parameters"])
-    if result.stop and (problem := st.session_state.pop(_PROBLEM, None)):
+    if (result.stop or result.resume) and (problem := st.session_state.pop(_PROBLEM, None)):
         st.error(problem)
 
 
@@ -61,7 +73,7 @@ def plan(preview: dict[str, Any], *, stale: bool) -> None:
 
 
 def header(run_id: str, shown: dict[str, Any]) -> None:
-    """A run's state, progress and verdict, with Stop and Run again.
+    """A run's state, progress and verdict, with Stop, Resume and Run again.
 
     Args:
         run_id: The run.

@@ -1,9 +1,10 @@
 // The launch page's plan: what one click on Start will do, in numbers.
 import { DASH, Table, h, integer, setClass, setText } from "./panels_dom.js";
+import { digits } from "./format.js";
 import { loadPlotly } from "./plotly_loader.js";
 
 export function plan(root, context) {
-  const facts = ["Effective batch", "Steps", "Samples"].map((name) => [name, h("dd"), h("span", { class: "muted" })]);
+  const facts = ["Effective batch", "Steps", "Samples", "Learning rate"].map((name) => [name, h("dd"), h("span", { class: "muted" })]);
   const grid = h("dl", { class: "plan" }, ...facts.map(([name, value, detail]) => h("div", {}, h("dt", {}, name), value, detail)));
   const columns = [
     {
@@ -30,14 +31,24 @@ export function plan(root, context) {
       setText(facts[i][1], value);
       setText(facts[i][2], detail);
     };
-    set(0, integer(p.effective_batch), `${integer(p.batch_size)} per process × ${integer(p.nproc_per_node)} processes = ${integer(p.effective_batch)}`);
+    const factors = [`${integer(p.batch_size)} per process`, `${integer(p.nproc_per_node)} processes`];
+    if (p.accumulation > 1) factors.push(`${integer(p.accumulation)} added up`);
+    set(0, integer(p.effective_batch), `${factors.join(" × ")} = ${integer(p.effective_batch)}`);
     const steps = p.steps_per_epoch * p.epochs;
     set(1, p.steps_per_epoch ? integer(steps) : DASH, `${integer(p.steps_per_epoch)} per epoch × ${integer(p.epochs)} epochs`);
     set(2, integer(p.train_samples), `${integer(p.val_samples)} for validation`);
+    const scaled = p.lr_scaling !== "none";
+    facts[3][1].parentElement.hidden = !scaled;
+    setClass(grid, "four", scaled);
+    if (scaled) {
+      const ratio = `${integer(p.effective_batch)} / ${integer(p.lr_batch)}`;
+      set(3, digits(p.lr), `${digits(p.base_lr)} × ${p.lr_scaling === "sqrt" ? `√(${ratio})` : ratio}`);
+    }
     table.update(p.ranks);
-    setText(note, p.padded
-      ? `${integer(p.padded)} sample${p.padded === 1 ? " is" : "s are"} seen twice in an epoch, so that all ranks have as many. Validation counts each sample once.`
-      : p.ranks.length ? "The samples divide evenly; none is seen twice in an epoch." : "");
+    const uneven = p.padded ? [p.padded, "seen twice"] : p.dropped ? [p.dropped, "left out"] : null;
+    setText(note, uneven
+      ? `${integer(uneven[0])} sample${uneven[0] === 1 ? " is" : "s are"} ${uneven[1]} in an epoch, so that all ranks have as many. Validation counts each sample once.`
+      : p.ranks.length ? "The samples divide evenly; none is seen twice or left out in an epoch." : "");
   }
 
   update(context.data);

@@ -4,7 +4,11 @@ import {
   setPill, setText, setTitle, when,
 } from "./panels_dom.js";
 import { gpuColumns, setHost } from "./panels_gpus.js";
+import { leftOut } from "./panels_text.js";
 
+// A run in one of these states can go on from a checkpoint.
+const RESUMABLE = new Set(["failed", "stopped", "lost"]);
+const ASKED_MS = 8000; // how long a click is believed before the run's state shows what came of it
 const STAGES = [
   ["queued", "Queued"],
   ["starting", "Starting"],
@@ -12,13 +16,45 @@ const STAGES = [
   ["running", "Training"],
 ];
 
-/** State, progress, verdict, and the buttons Stop and Run again. */
+/** The button Resume, with the checkpoints to choose from. */
+function resumeButton(context) {
+  const button = h("button", { type: "button", onclick: ask }, "Resume");
+  const choice = h("select", { "aria-label": "Checkpoint to resume from" });
+  const element = h("span", { class: "resume", hidden: true }, button, choice);
+  let offered = "";
+  let asked = -Infinity;
+
+  function ask() {
+    asked = performance.now();
+    context.trigger("resume", { run: context.data.run, checkpoint: choice.value || null });
+    button.disabled = true;
+  }
+
+  function draw(show) {
+    const found = [...(show.checkpoints ?? [])].reverse();
+    element.hidden = !RESUMABLE.has(show.state) || Boolean(show.problem) || !found.length;
+    button.disabled = performance.now() - asked < ASKED_MS;
+    const now = JSON.stringify(found.map(({ path }) => path));
+    if (now === offered) return;
+    offered = now;
+    const chosen = choice.value;
+    const name = ({ epoch, step, path }) => `epoch ${epoch}${/_step\d+\.pth$/.test(path) ? `, step ${step}` : ""}`;
+    // Without a choice it is the newest whole one, as it will be then.
+    choice.replaceChildren(...found.map((file, i) => h("option", { value: i ? file.path : "" }, `${name(file)}${i ? "" : " (newest)"}`)));
+    choice.value = found.some(({ path }) => path === chosen) ? chosen : "";
+  }
+
+  return { element, draw };
+}
+
+/** State, progress, verdict, what the ranks warn of, and the buttons Stop, Resume and Run again. */
 export function header(root, context) {
   const { data } = context;
   const pill = h("span", { class: "pill" });
   const title = h("h1", {}, data.run);
   const stop = h("button", { class: "stop", type: "button", onclick: () => askStop() }, "Stop");
   const again = pageLink(context, "", { from: data.run, form: intent() }, "Run again", { class: "button" });
+  const resume = resumeButton(context);
   const line = h("p", { class: "status-line", role: "status" });
   const steps = STAGES.map(([key, label]) => h("li", { "data-stage": key }, label));
   const strip = h("ol", { class: "stages", "aria-label": "Stages" }, ...steps);
@@ -39,9 +75,10 @@ export function header(root, context) {
   setTitle(tiles.Throughput.parentElement, "Samples per second, all ranks together");
   setTitle(tiles["Val. accuracy"].parentElement, "Accuracy on the whole validation set, all ranks together");
   const verdict = h("div", { class: "verdict", hidden: true });
+  const noticed = h("ul", { class: "noticed", "aria-label": "Noticed", hidden: true });
   root.append(
-    h("div", { class: "head" }, h("div", { class: "head-name" }, title, pill, strip), h("div", { class: "actions" }, stop, again)),
-    line, bar, grid, verdict,
+    h("div", { class: "head" }, h("div", { class: "head-name" }, title, pill, strip), h("div", { class: "actions" }, stop, resume.element, again)),
+    line, bar, grid, verdict, noticed,
   );
 
   const time = new ServerClock();
@@ -49,6 +86,7 @@ export function header(root, context) {
   let stopAsked = 0;
   let layout = JSON.stringify([data.gpus ?? [], data.show?.state === "queued"]);
   let verdictOf = "";
+  let noticedOf = "";
 
   function askStop() {
     stopAsked = performance.now();
@@ -64,6 +102,7 @@ export function header(root, context) {
     }
     if (show.problem) return "its state cannot be read";
     if (show.state === "failed" && show.failure) return `failed ${show.step ? `at step ${integer(show.step)}, ` : ""}${when(show.ended)}`;
+    if (show.state === "finished" && last.end_reason) return `Finished: ${last.end_reason}`;
     if (show.state !== "running") return show.reason || show.state;
     const attempt = show.attempt > 0 ? `, attempt ${show.attempt + 1}` : "";
     return `${show.nproc_per_node} ranks on ${where(last)} of ${show.host}, since ${when(show.started)}${attempt}`;
@@ -80,10 +119,11 @@ export function header(root, context) {
     if (!last) return;
     const { show, progress = {}, ranks = {} } = last;
     const active = ACTIVE.has(show.state);
-    const asked = stopAsked && performance.now() - stopAsked < 8000;
+    const asked = stopAsked && performance.now() - stopAsked < ASKED_MS;
     setPill(pill, show.state);
     stop.hidden = !active;
     again.hidden = active;
+    resume.draw(show);
     stop.disabled = show.state === "stopping" || (active && asked);
     setText(stop, stop.disabled ? "Stopping…" : "Stop");
     strip.hidden = !active || show.state === "stopping";
@@ -98,7 +138,7 @@ export function header(root, context) {
     setClass(line, "said", !active);
     setClass(line, "bad", show.state === "failed" || show.state === "lost");
 
-    const fraction = show.state === "finished" ? 1 : (progress.fraction ?? 0);
+    const fraction = show.state === "finished" && !last.end_reason ? 1 : (progress.fraction ?? 0);
     fill.style.width = `${(100 * fraction).toFixed(2)}%`;
     bar.dataset.state = show.state;
     bar.setAttribute("aria-valuenow", String(Math.round(100 * fraction)));
@@ -119,6 +159,29 @@ export function header(root, context) {
     const accuracies = Object.values(ranks).map((r) => number(r.val_accuracy)).filter((x) => x !== null);
     setText(tiles["Val. accuracy"], percent(accuracies[0] ?? show.final?.val_accuracy));
     drawVerdict(show);
+    drawNoticed(last.noticed);
+  }
+
+  function drawNoticed(now) {
+    const key = JSON.stringify(now ?? null);
+    if (key === noticedOf) return;
+    noticedOf = key;
+    noticed.replaceChildren();
+    const say = (kind, what, text) => noticed.append(h("li", { class: kind }, h("strong", {}, what), " ", text));
+    const more = (count, shown) => count > shown.length && `${integer(count - shown.length)} earlier ones are among the events below.`;
+    for (const event of now?.watch ?? []) {
+      const facts = [event.tensor && `tensor ${event.tensor}`, event.step != null && `step ${integer(event.step)}`, event.epoch != null && `epoch ${integer(event.epoch)}`];
+      const who = event.rank == null ? "The ranks differ:" : `Rank ${event.rank} differs:`;
+      say("watch", who, [event.message, facts.filter(Boolean).join(", ")].filter(Boolean).join(" · "));
+    }
+    if (more(now?.watch_count, now?.watch ?? [])) say("watch", "And more:", more(now.watch_count, now.watch));
+    if (now?.skipped) {
+      const { count, last: event } = now.skipped;
+      say("skipped", `${integer(count)} step${count === 1 ? "" : "s"} left out.`, `${count === 1 ? "" : "The last: "}${leftOut(event)}`);
+    }
+    for (const event of now?.warning ?? []) say("warning", `Rank ${event.rank} warns:`, event.message ?? "");
+    if (more(now?.warning_count, now?.warning ?? [])) say("warning", "And more:", more(now.warning_count, now.warning));
+    noticed.hidden = !noticed.children.length;
   }
 
   function drawVerdict(show) {
@@ -151,7 +214,7 @@ export function header(root, context) {
       verdict.hidden = false;
     } else if (show.state === "lost") {
       verdict.append(
-        h("p", { class: "hint" }, "Nothing of this run is alive. Run again starts a new run with the same config; the checkpoints below are whole."),
+        h("p", { class: "hint" }, "Nothing of this run is alive. Resume goes on from a checkpoint, Run again starts a new run with the same config; the checkpoints below are whole."),
       );
       verdict.hidden = false;
     }
@@ -162,7 +225,7 @@ export function header(root, context) {
       setPill(pill, "unknown");
       setText(line, message.error);
       setClass(line, "bad", true);
-      stop.hidden = again.hidden = strip.hidden = true;
+      stop.hidden = again.hidden = strip.hidden = resume.element.hidden = true;
       return;
     }
     last = message;
@@ -229,6 +292,16 @@ export function ranks(root, context) {
       },
     },
     { title: "Accuracy", class: "num", help: "Of this rank's latest batch", cell: text((row) => percent(row.accuracy)) },
+    {
+      title: "Grad norm", class: "num norms", help: "Norm of this rank's own gradient before averaging, at the steps at which the ranks are compared; else of the averaged one",
+      cell: (row, td) => {
+        const own = number(row.rank_grad_norm);
+        const norm = own ?? number(row.grad_norm);
+        setText(td, measure(norm));
+        setTitle(td, own === null ? "" : `after averaging: ${measure(row.grad_norm)}`);
+        setClass(td, "bad", norm !== null && !Number.isFinite(norm));
+      },
+    },
     { title: "Samples/s", class: "num", cell: text((row) => rate(row.samples_per_s)) },
     {
       title: "Data wait", class: "num", help: "Share of a step's time spent waiting for data",
@@ -250,6 +323,7 @@ export function ranks(root, context) {
     for (const gpu of message.gpus ?? []) names.set(gpu.uuid, gpu);
     const rows = Object.entries(message.ranks ?? {}).map(([rank, values]) => ({ rank: Number(rank), ...values }));
     table.update(rows.sort((a, b) => a.rank - b.rank));
+    setClass(root, "no-norms", !rows.some((row) => number(row.rank_grad_norm ?? row.grad_norm) !== null));
     const skipped = Object.entries(message.skipped ?? {}).filter(([, count]) => count > 0);
     const words = skipped.map(([rank, count]) => `rank ${rank}: ${count}`).join(", ");
     setText(note, words ? `Lines of the log that could not be read and were skipped: ${words}.` : "");

@@ -43,7 +43,15 @@ function sentence(event) {
   if (event.message) return event.message;
   if (event.event === "checkpoint") return `${String(event.path ?? "").split("/").pop()} after epoch ${event.epoch}, step ${event.step}`;
   if (event.event === "resumed") return `from ${String(event.checkpoint ?? "").split("/").pop()}, epoch ${event.epoch}, step ${event.step}`;
+  if (event.event === "skipped") return leftOut(event);
+  if (event.event === "end") return `${event.outcome}: ${event.reason}`;
   return event.state ?? "";
+}
+
+/** A step that was not taken, in words. */
+export function leftOut(event) {
+  const ranks = event.ranks?.length ? ` on rank ${event.ranks.join(", ")}` : "";
+  return `step ${event.step} was left out: the ${event.what ?? "gradient"} was NaN or infinite${ranks}`;
 }
 
 /** A rank's output, followed at its end. */

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from typing import TYPE_CHECKING, cast
 
 from ddp_core.errors import UserError
 from ddp_core.telemetry.rank_log import RankLog
 from ddp_core.training.environment import RankEnvironment, StopFlag
+
+if TYPE_CHECKING:
+    from ddp_core.training.loop import End
 
 
 def main() -> int:
@@ -41,8 +45,8 @@ def main() -> int:
         from ddp_core.training.loop import train
 
         # record writes the error file from which torchrun tells the rank that failed first.
-        outcome = record(train)(here, log, stop)
-        log.event("end", outcome=outcome)
+        end = cast("End", record(train)(here, log, stop))
+        log.event("end", outcome=end.outcome, **({"reason": end.reason} if end.reason else {}))
     except UserError as error:
         log.event("end", outcome="failed", message=str(error))
         print(error, file=sys.stderr)

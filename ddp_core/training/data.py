@@ -1,10 +1,9 @@
-"""Data sets, how they are split over the ranks, and the loaders."""
+"""Data sets, opened. How they are split over the ranks is :class:`Split`; the loaders are in ``loading``."""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,12 +11,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import Dataset
 
 from ddp_core.config import TrainingConfig
 from ddp_core.errors import UserError
+from ddp_core.split import Split, split
 from ddp_core.training.distributed import World
+
+__all__ = ["Data", "ImageTensors", "Split", "SyntheticImages", "open_data", "size_of", "split"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Images, float32 ``[batch, channels, height, width]``, and labels, int64 ``[batch]``."""
@@ -241,93 +242,3 @@ def _image_folder(folder: Path, size: int) -> Data:
             field="training.data_dir",
         )
     return Data(train, val, (3, size, size), len(train.classes))
-
-
-class EpochSampler(DistributedSampler[int]):
-    """A DistributedSampler that can also begin in the middle of an epoch.
-
-    It splits exactly as torch's: the permutation of ``seed + epoch``, padded with its own beginning
-    to a multiple of the ranks, dealt out in turn. Every rank thus has equally many samples.
-    """
-
-    consumed: int = 0
-    """Samples of this epoch's order that all ranks together have had before, in a run that was stopped."""
-
-    def begin(self, epoch: int, consumed: int = 0) -> None:
-        """Choose the order of this epoch, and where in it to start."""
-        self.set_epoch(epoch)
-        self.consumed = consumed
-
-    def __iter__(self) -> Iterator[int]:
-        count = size_of(self.dataset)
-        if self.shuffle:
-            order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
-        else:
-            order = list(range(count))
-        rest = order[self.consumed :]
-        missing = -len(rest) % self.num_replicas
-        rest += (order * math.ceil(missing / count))[:missing]
-        return iter(rest[self.rank :: self.num_replicas])
-
-    def __len__(self) -> int:
-        left = max(0, size_of(self.dataset) - self.consumed)
-        return math.ceil(left / self.num_replicas)
-
-
-class ExactSampler(Sampler[int]):
-    """Deals the samples out in turn without padding, so that validation counts each exactly once.
-
-    Ranks may have one sample, and one batch, more than others: nothing in validation may be a
-    collective until the end.
-    """
-
-    def __init__(self, count: int, rank: int, world_size: int) -> None:
-        self._mine = range(rank, count, world_size)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._mine)
-
-    def __len__(self) -> int:
-        return len(self._mine)
-
-
-def train_loader(data: Data, config: TrainingConfig, world: World) -> tuple[DataLoader[Batch], EpochSampler]:
-    """Make the loader of this rank's share of the training samples, and the sampler to begin each epoch with."""
-    sampler = EpochSampler(data.train, world.size, world.rank, shuffle=True, seed=config.seed)
-    return _loader(data.train, sampler, config, world), sampler
-
-
-def val_loader(data: Data, config: TrainingConfig, world: World) -> DataLoader[Batch]:
-    """Make the loader of this rank's share of the validation samples."""
-    return _loader(data.val, ExactSampler(size_of(data.val), world.rank, world.size), config, world)
-
-
-def _loader(dataset: Dataset[Any], sampler: Sampler[int], config: TrainingConfig, world: World) -> DataLoader[Batch]:
-    return DataLoader(
-        dataset,
-        batch_size=config.batch_size,
-        sampler=sampler,
-        num_workers=config.num_workers,
-        persistent_workers=config.num_workers > 0,
-        worker_init_fn=_init_worker,
-        # Of its own, so that loading leaves the rank's random numbers (dropout) alone; the workers'
-        # seeds are drawn from it, and ranks must not augment alike.
-        generator=torch.Generator().manual_seed(rank_seed(config.seed, world.rank)),
-        collate_fn=_as_is if hasattr(dataset, "__getitems__") else default_collate,
-        pin_memory=world.device.type == "cuda",
-    )
-
-
-def rank_seed(seed: int, rank: int) -> int:
-    """Give each rank a seed of its own that no rank of another run's nearby seed has."""
-    return int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)[0] >> 1)
-
-
-def _init_worker(worker: int) -> None:
-    # torchrun signals the rank's whole process group, and a worker that dies of it takes the rank along before it
-    # has finished its step. In a group of its own the worker goes on, until the rank ends it or is gone.
-    os.setpgid(0, 0)
-
-
-def _as_is(batch: Any) -> Any:
-    return batch

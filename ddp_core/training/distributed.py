@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from datetime import timedelta
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.rendezvous import rendezvous
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.errors import UserError
 from ddp_core.training.environment import RankEnvironment, StopFlag
-from ddp_core.training.models import without_trace
 
 T = TypeVar("T")
 
@@ -31,34 +31,40 @@ class World:
         size: Number of processes.
         device: Where this rank trains.
         control: A gloo group for flags, counts and small objects. On CUDA it is apart from NCCL, so
-            that asking a question never waits for the GPU.
+            that asking a question never waits for the GPU. None in a single process without a group.
     """
 
     rank: int
     local_rank: int
     size: int
     device: torch.device
-    control: dist.ProcessGroup
+    control: dist.ProcessGroup | None
 
     @property
     def backend(self) -> str:
-        """The backend of the gradients, ``gloo`` or ``nccl``."""
-        return str(dist.get_backend())
+        """The backend of the gradients, ``gloo`` or ``nccl``; ``none`` in a single process without a group."""
+        return str(dist.get_backend()) if self.control else "none"
 
     def sum(self, values: list[float]) -> list[float]:
         """Add up each value over all ranks, in float64."""
+        if self.control is None:
+            return [float(value) for value in values]
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.control)
         return tensor.tolist()
 
     def broadcast(self, value: Any) -> Any:
         """Give every rank rank 0's value (anything that can be pickled)."""
+        if self.control is None:
+            return value
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Give every rank the values of all ranks, in order of rank."""
+        if self.control is None:
+            return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.control)
         return values
@@ -90,6 +96,8 @@ class World:
             False if the run was stopped meanwhile: a rank that was not ready yet has just left.
         """
         stop.defer()
+        if self.control is None:
+            return not stop.requested
         try:
             dist.barrier(group=self.control)
         except RuntimeError:
@@ -100,27 +108,35 @@ class World:
 
 
 class StopVote:
-    """Lets all ranks stop after the same step: one that left alone would leave the others hanging.
+    """Lets all ranks end after the same step: one that left alone would leave the others hanging.
 
     The vote starts with the step and is counted at its end, so it runs beside forward and backward.
+
+    Args:
+        stop: Set when this rank was asked to stop.
+        world: All ranks.
+        max_minutes: Vote for the end when so much time has passed from now; clocks differ, so one rank is enough.
     """
 
-    def __init__(self, stop: StopFlag, world: World) -> None:
+    def __init__(self, stop: StopFlag, world: World, max_minutes: float | None = None) -> None:
         self._stop = stop
         self._group = world.control
+        self._deadline = time.monotonic() + max_minutes * 60 if max_minutes else math.inf
         self._votes = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
 
     def start(self) -> None:
         """Cast this rank's vote."""
-        self._votes.fill_(self._stop.requested)
-        self._work = dist.all_reduce(self._votes, group=self._group, async_op=True)
+        self._votes.fill_(2 if self._stop.requested else time.monotonic() >= self._deadline)
+        if self._group is not None:
+            self._work = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-    def passed(self) -> bool:
-        """Tell whether any rank had been asked to stop when this step started."""
-        assert self._work is not None
-        self._work.wait()
-        return bool(self._votes.item())
+    def passed(self) -> Literal["stop", "time"] | None:
+        """Tell whether any rank had been asked to stop, or had run out of time, when this step started."""
+        if self._work is not None:
+            self._work.wait()
+        vote = int(self._votes.item())
+        return ("stop" if vote == 2 else "time") if vote else None
 
 
 def choose_device(choice: str, local_rank: int, local_world_size: int) -> tuple[torch.device, str | None]:
@@ -160,18 +176,24 @@ def _why_no_cuda(needed: int) -> str | None:
 
 
 @contextmanager
-def process_group(here: RankEnvironment, device: torch.device) -> Iterator[World]:
+def process_group(here: RankEnvironment, device: torch.device, timeout_s: float = 600.0) -> Iterator[World]:
     """Join the process group of torchrun's environment, and leave it on every path.
 
     Args:
         here: Where this process stands. Address and port come from torchrun, and are never made up here.
+            A process that torchrun did not start trains alone, without a group.
         device: This rank's device; NCCL serves CUDA and gloo the CPU.
+        timeout_s: Seconds a rank waits for the others in one collective.
     """
     on_cuda = device.type == "cuda"
     if on_cuda:
         # Before anything touches CUDA: otherwise every rank opens a context on GPU 0.
         torch.cuda.set_device(device)
-    store, rank, size = next(iter(rendezvous("env://")))
+    if here.alone:
+        yield World(rank=0, local_rank=0, size=1, device=device, control=None)
+        return
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
     dist.init_process_group(
         "nccl" if on_cuda else "gloo",
         # torchrun keeps one store for all attempts (seen in torch 2.14.1: --standalone, --max-restarts). Without
@@ -179,13 +201,14 @@ def process_group(here: RankEnvironment, device: torch.device) -> Iterator[World
         store=dist.PrefixStore(f"attempt_{here.attempt}", store),  # type: ignore[attr-defined]
         rank=rank,
         world_size=size,
+        timeout=timeout,
         device_id=device if on_cuda else None,
     )
     try:
         world = dist.group.WORLD
         assert world is not None
-        control = cast("dist.ProcessGroup", dist.new_group(backend="gloo")) if on_cuda else world
-        yield World(here.rank, here.local_rank, here.world_size, device, control)
+        apart = dist.new_group(backend="gloo", timeout=timeout) if on_cuda else world
+        yield World(here.rank, here.local_rank, here.world_size, device, cast("dist.ProcessGroup", apart))
     except BaseException:
         # Others may be in a collective that this rank will never join. Leaving by abort neither
         # waits for them nor lets them wait: they see the connection close.
@@ -195,32 +218,3 @@ def process_group(here: RankEnvironment, device: torch.device) -> Iterator[World
         raise
     else:
         dist.destroy_process_group()
-
-
-def wrap(model: nn.Module, world: World, example: torch.Tensor) -> DistributedDataParallel:
-    """Wrap a model, already on its device, for DDP.
-
-    After its first backward DDP lays its gradient buckets out anew, in the order in which gradients
-    came, and the place of a gradient in its bucket decides the order in which gloo adds up the
-    ranks. A run that was continued would therefore differ from an unbroken one in the last bits
-    (with more than two ranks). One backward without a step, here, settles the layout beforehand.
-
-    Args:
-        model: The bare model, on ``world.device``. Its parameters and buffers are left as they are.
-        world: All ranks.
-        example: Images of the training's shape, ``[batch, channels, height, width]``.
-    """
-    ids = [world.local_rank] if world.device.type == "cuda" else None
-    ddp = DistributedDataParallel(model, device_ids=ids, output_device=ids[0] if ids else None)
-    with without_trace(model):
-        ddp(example.to(world.device)).sum().backward()
-        # The new layout is made at the beginning of the next forward.
-        ddp(example.to(world.device))
-    model.zero_grad(set_to_none=True)
-    return ddp
-
-
-def share_buffers(model: nn.Module, world: World) -> None:
-    """Give every rank rank 0's buffers: DDP averages gradients, not BatchNorm's running statistics."""
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)

@@ -27,6 +27,7 @@ class RankEnvironment:
         world_size: Processes in the run.
         local_world_size: Processes on this machine.
         attempt: 0 for the first start, counting every elastic restart and every resume.
+        alone: Whether torchrun did not start this process: it then trains by itself, without a process group.
     """
 
     run_dir: Path
@@ -35,20 +36,28 @@ class RankEnvironment:
     world_size: int
     local_world_size: int
     attempt: int
+    alone: bool = False
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> RankEnvironment:
-        """Read torchrun's variables and ``DDP_RUN_DIR``; UserError if one is missing."""
+        """Read torchrun's variables and ``DDP_RUN_DIR``; UserError if one is missing.
+
+        Without any of torchrun's this is a training in a single process, the baseline on one GPU.
+        """
         if "DDP_RUN_DIR" not in environ:
             raise UserError("DDP_RUN_DIR is not set; it must be the folder that holds the run's config.yaml")
+        run_dir = Path(environ["DDP_RUN_DIR"]).absolute()
+        attempt = int(environ.get("DDP_ATTEMPT_BASE", 0)) + int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} & set(environ):
+            return cls(run_dir, rank=0, local_rank=0, world_size=1, local_world_size=1, attempt=attempt, alone=True)
         try:
             return cls(
-                run_dir=Path(environ["DDP_RUN_DIR"]).absolute(),
+                run_dir=run_dir,
                 rank=int(environ["RANK"]),
                 local_rank=int(environ["LOCAL_RANK"]),
                 world_size=int(environ["WORLD_SIZE"]),
                 local_world_size=int(environ["LOCAL_WORLD_SIZE"]),
-                attempt=int(environ.get("DDP_ATTEMPT_BASE", 0)) + int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+                attempt=attempt,
             )
         except KeyError as error:
             raise UserError(

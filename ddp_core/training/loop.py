@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -11,93 +11,92 @@ from torch.utils.data import DataLoader
 
 from ddp_core import config as run_config
 from ddp_core.telemetry.rank_log import RankLog
-from ddp_core.training.checkpoint import Checkpoints, Position
-from ddp_core.training.data import Batch, open_data, rank_seed, size_of, train_loader, val_loader
-from ddp_core.training.distributed import StopVote, World, choose_device, process_group, share_buffers, wrap
+from ddp_core.training.data import Batch
+from ddp_core.training.distributed import StopVote, World, process_group
 from ddp_core.training.environment import RankEnvironment, StopFlag
+from ddp_core.training.loading import micro_batches, to_device
 from ddp_core.training.metrics import StepLog
-from ddp_core.training.models import OPTIMIZERS, build_model, count_parameters
+from ddp_core.training.setup import device_of, prepare
+from ddp_core.training.wrapping import exchanging, share_buffers
 
 
-def train(here: RankEnvironment, log: RankLog, stop: StopFlag) -> Literal["finished", "stopped"]:
-    """Train as the run's ``config.yaml`` says, from the newest checkpoint if this is not the first attempt."""
+class End(NamedTuple):
+    """How a training ended, and why if not because all epochs were done."""
+
+    outcome: Literal["finished", "stopped"]
+    reason: str | None = None
+
+
+def train(here: RankEnvironment, log: RankLog, stop: StopFlag) -> End:
+    """Train as the run's ``config.yaml`` says, from a checkpoint if there is one to continue from."""
     config = run_config.load(here.run_dir / "config.yaml")
     t = config.training
-    device, warning = choose_device(config.launch.device, here.local_rank, here.local_world_size)
-    if warning and here.rank == 0:
-        log.event("warning", message=warning)
+    device = device_of(config, here, log)
 
-    with process_group(here, device) as world:
-        data = open_data(t, world)
-        loader, sampler = train_loader(data, t, world)
-        steps_per_epoch, smallest_batch = len(loader), (len(sampler) - 1) % t.batch_size + 1
-
-        torch.manual_seed(t.seed)  # the same weights on every rank; DDP gives all of them rank 0's anyway
-        model = build_model(t.model, data.shape, data.classes, smallest_batch=smallest_batch).to(device)
-        optimizer = OPTIMIZERS[t.optimizer](model.parameters(), lr=t.lr, weight_decay=t.weight_decay)
-
-        checkpoints = Checkpoints(here.run_dir, config, model=model, optimizer=optimizer, world=world, log=log)
-        at = checkpoints.restore() if here.attempt > 0 else None
-        ddp = wrap(model, world, example=torch.zeros(2, *data.shape))
-        torch.manual_seed(rank_seed(t.seed, here.rank))  # dropout and the like differ between ranks
-        checkpoints.restore_random_state()
-
-        log.event(
-            "joined",
-            device=str(device),
-            backend=world.backend,
-            gpu=gpu_uuid(device),
-            steps_per_epoch=steps_per_epoch,
-            epochs=t.epochs,
-            steps_total=steps_per_epoch * t.epochs,
-            train_samples=size_of(data.train),
-            val_samples=size_of(data.val),
-            parameters=count_parameters(model),
-            batch_size=t.batch_size,
-        )
+    with process_group(here, device, config.launch.timeout_s) as world, prepare(config, here, world, log) as run:
         if not world.ready(stop):
-            return "stopped"
-
-        at = at or Position()
-        validation, vote, steps = val_loader(data, t, world), StopVote(stop, world), StepLog(log, device)
+            return End("stopped")
+        at, vote, steps = run.at, StopVote(stop, world, t.max_minutes), StepLog(log, device)
         while at.epoch <= t.epochs:
-            sampler.begin(at.epoch, at.samples_consumed)
-            model.train()
+            run.sampler.begin(at.epoch, at.samples_consumed)  # another order each epoch, split over the ranks
+            run.watch.samples(run.loader.sampler, at.epoch, run.sampler.left)
+            run.model.train()
             steps.begin()
-            for batch in loader:
-                vote.start()
-                images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
-                steps.mark()
-                logits = ddp(images)
-                loss = cross_entropy(logits, labels)
-                steps.mark()
-                loss.backward()  # type: ignore[no-untyped-call]  # DDP averages the gradients over the ranks meanwhile
-                steps.mark()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                steps.mark()
-                at = at.advanced(len(labels) * world.size)
-                stopped = vote.passed()
-                correct = (logits.argmax(1) == labels).sum()
-                steps.end(at.step, loss, correct, len(labels), epoch=at.epoch, lr=optimizer.param_groups[0]["lr"])
-                if stopped:
-                    break
-            steps.flush()
+            ended = problem = None
+            for batch in micro_batches(run.loader, len(run.sampler), t.accumulation):
+                if batch.first:
+                    vote.start()
+                images, labels = to_device(batch, device, channels_last=t.channels_last)
+                steps.mark("data_s")
+                with exchanging(run.ddp, batch.last):  # no_sync but for the last batch of the step
+                    with run.optimization.autocast():
+                        logits = run.ddp(images)
+                        loss = cross_entropy(logits, labels, label_smoothing=t.label_smoothing)
+                    steps.mark("forward_s")
+                    run.optimization.backward(loss, batch.share)  # DDP averages the gradients meanwhile
+                steps.mark("backward_s")
+                steps.add(loss, batch.share, logits, labels)
+                if not batch.last:
+                    continue
 
-            result = None if stopped else evaluate(model, validation, world, stop)
+                lr = run.schedule.set(at.epoch, at.samples_consumed, batch.samples * world.size)
+                own_norm = run.own_gradient_norm()
+                norm = run.optimization.step()  # unscale, clip, update unless not finite, moving average
+                steps.mark("optimizer_s")
+                at = at.advanced(batch.samples * world.size)
+                figures = run.ddp_figures(at.step)
+                done = steps.end(at.step, batch.samples, norm, own_norm, epoch=at.epoch, lr=lr, **figures)
+                problem = run.watch.finite(done)
+                run.watch.weights(at.step, at.epoch)
+                ended = vote.passed()
+                if ended or problem:
+                    break
+                run.checkpoints.step(at)
+
+            problem = run.watch.finite(steps.flush()) or problem
+            result = None
+            if not (ended or problem):
+                result = evaluate(run.validated, run.validation, world, stop, channels_last=t.channels_last)
             if result is None:
-                checkpoints.save(at, always=True)
-                return "stopped"
-            log.log(at.step, epoch=at.epoch, val_loss=result[0], val_accuracy=result[1])
+                run.checkpoints.save(at, always=True)
+                if problem:
+                    raise problem
+                return End("finished", f"time limit of {t.max_minutes} minutes") if ended == "time" else End("stopped")
+            val_loss, val_accuracy, _ = result
+            log.log(at.step, epoch=at.epoch, val_loss=val_loss, val_accuracy=val_accuracy)
+            run.watch.weights(at.step, at.epoch, epoch_end=True)
+            enough = run.patience.ends(val_loss)
             at = at.finished_epoch()
-            checkpoints.save(at, always=at.epoch == t.epochs)
+            run.checkpoints.save(at, always=enough is not None or at.epoch == t.epochs, loss=val_loss)
+            if enough:
+                return End("finished", enough)
             at = at.next_epoch()
-    return "finished"
+    return End("finished")
 
 
 @torch.inference_mode()
 def evaluate(
-    model: nn.Module, loader: DataLoader[Batch], world: World, stop: StopFlag
+    model: nn.Module, loader: DataLoader[Batch], world: World, stop: StopFlag, *, channels_last: bool = False
 ) -> tuple[float, float, int] | None:
     """Measure the model on the whole validation set, each sample once.
 
@@ -108,6 +107,7 @@ def evaluate(
         loader: This rank's share of the samples.
         world: All ranks.
         stop: If it is set on any rank meanwhile, all of them give up.
+        channels_last: The layout of the images.
 
     Returns:
         Mean loss, accuracy from 0 to 1 and the number of samples counted, the same on every rank; None if stopped.
@@ -120,17 +120,10 @@ def evaluate(
     for batch in loader:
         if stop.requested:
             break
-        images, labels = (tensor.to(world.device, non_blocking=True) for tensor in batch)
+        images, labels = to_device(batch, world.device, channels_last=channels_last)
         logits = model(images)
         loss_sum += cross_entropy(logits, labels, reduction="sum")
         correct += (logits.argmax(1) == labels).sum()
         count += len(labels)
     loss, right, counted, stopped = world.sum([loss_sum.item(), correct.item(), count, stop.requested])
     return None if stopped else (loss / counted, right / counted, int(counted))
-
-
-def gpu_uuid(device: torch.device) -> str | None:
-    """Give the GPU's UUID in NVML's form, or None on the CPU."""
-    if device.type != "cuda":
-        return None
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

@@ -11,7 +11,7 @@ import torch
 from ddp_core.telemetry.rank_log import RankLog
 
 PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s")
-"""The parts of a step, each ended by a call of :meth:`StepLog.mark` in this order."""
+"""The parts of a step; with accumulation each is the sum over the step's batches."""
 
 
 @dataclass
@@ -22,13 +22,16 @@ class _Step:
     values: dict[str, float]
     samples: int
     results: torch.Tensor
-    times: list[Any]
+    began: Any
+    ended: Any
+    parts: list[tuple[str, Any, Any]]
+    measured: bool
 
 
 class StepLog:
-    """Times the parts of each step and logs them with its loss and accuracy.
+    """Times the parts of each step and logs them with its loss, accuracy and gradient norm.
 
-    On CUDA, times are events on the stream and the loss is copied to pinned memory; both are read
+    On CUDA, times are events on the stream and the numbers are copied to pinned memory; both are read
     one step later, when the next step is enqueued, by waiting for the end of *that* step. ``loss.item()``
     would wait for everything enqueued so far and leave the GPU idle.
 
@@ -41,61 +44,88 @@ class StepLog:
         self._log = log
         self._device = device
         self._on_cuda = device.type == "cuda"
-        self._times: list[Any] = []
+        self._began = self._last = self._now()
+        self._parts: list[tuple[str, Any, Any]] = []
+        self._loss = self._correct = torch.zeros((), device=device)
         self._waiting: _Step | None = None
 
     def begin(self) -> None:
         """Start the clock, before an epoch's first batch is asked for."""
-        self._times = [self._now()]
+        self._began = self._last = self._now()
+        self._reset()
 
-    def mark(self) -> None:
-        """End a part of the step."""
-        self._times.append(self._now())
+    def mark(self, part: str) -> None:
+        """End a part of the step, one of :data:`PARTS`."""
+        now = self._now()
+        self._parts.append((part, self._last, now))
+        self._last = now
 
-    def end(self, step: int, loss: torch.Tensor, correct: torch.Tensor, samples: int, *, epoch: int, lr: float) -> None:
+    def add(self, loss: torch.Tensor, share: float, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        """Take in one batch of the step: its mean loss weighed by its share, and how many were right."""
+        self._loss = self._loss + loss.detach().float() * share
+        self._correct = self._correct + (logits.detach().argmax(1) == labels).sum()
+
+    def end(
+        self, step: int, samples: int, norm: torch.Tensor, own_norm: torch.Tensor | None, **values: float
+    ) -> dict[str, float] | None:
         """End the step, log it (on CUDA, the one before it) and start the clock of the next.
 
         Args:
             step: The optimizer step, counted from 1.
-            loss: This rank's mean loss, a scalar on the device.
-            correct: How many of the samples this rank got right, a scalar on the device.
             samples: This rank's samples in the step.
-            epoch: The epoch, counted from 1.
-            lr: The learning rate of the step.
+            norm: Norm of the averaged gradient, a scalar on the device.
+            own_norm: Norm of this rank's gradient before averaging, or None if it was not measured.
+            **values: What else to log, such as the epoch and the learning rate.
+
+        Returns:
+            The numbers of the step that was logged, or None.
         """
-        results = torch.stack((loss.detach().float(), correct.float()))
+        results = torch.stack((self._loss, self._correct.float(), norm.float(), norm if own_norm is None else own_norm))
         if self._on_cuda:
-            results = torch.empty(2, pin_memory=True).copy_(results, non_blocking=True)
-        self.mark()
-        before = self._waiting
-        self._waiting = _Step(step, {"epoch": epoch, "lr": lr}, samples, results, self._times)
-        self._times = [self._times[-1]]
-        if self._on_cuda:
-            self._write(before)
-        else:
-            self.flush()
+            results = torch.empty(4, pin_memory=True).copy_(results, non_blocking=True)
+        self._last = self._now()
+        done = _Step(step, values, samples, results, self._began, self._last, self._parts, own_norm is not None)
+        self._began = self._last
+        self._reset()
+        if not self._on_cuda:
+            return self._write(done)
+        before, self._waiting = self._waiting, done
+        return self._write(before)
 
-    def flush(self) -> None:
-        """Log the step that is still waiting for its numbers."""
+    def flush(self) -> dict[str, float] | None:
+        """Log the step that is still waiting for its numbers; like :meth:`end`."""
         waiting, self._waiting = self._waiting, None
-        self._write(waiting)
+        return self._write(waiting)
 
-    def _write(self, done: _Step | None) -> None:
+    def _reset(self) -> None:
+        self._parts = []
+        self._loss = self._correct = torch.zeros((), device=self._device)
+
+    def _write(self, done: _Step | None) -> dict[str, float] | None:
         if done is None:
-            return
+            return None
+        values = dict(done.values)
         if self._on_cuda:
-            done.times[-1].synchronize()
-            done.values["memory_allocated"] = torch.cuda.memory_allocated(self._device)
-            done.values["memory_reserved"] = torch.cuda.memory_reserved(self._device)
-        loss, correct = done.results.tolist()
-        self._log.log(
-            done.step,
-            loss=loss,
-            accuracy=correct / done.samples,
-            samples_per_s=done.samples / self._between(done.times[0], done.times[-1]),
-            **{part: self._between(a, b) for part, a, b in zip(PARTS, done.times, done.times[1:], strict=False)},
-            **done.values,
-        )
+            done.ended.synchronize()
+            values["memory_allocated"] = torch.cuda.memory_allocated(self._device)
+            values["memory_reserved"] = torch.cuda.memory_reserved(self._device)
+            values["memory_peak"] = torch.cuda.max_memory_allocated(self._device)
+        loss, correct, norm, own_norm = done.results.tolist()
+        parts = dict.fromkeys(PARTS, 0.0)
+        for part, begin, end in done.parts:
+            parts[part] += self._between(begin, end)
+        if done.measured:
+            values["rank_grad_norm"] = own_norm
+        values = {
+            "loss": loss,
+            "accuracy": correct / done.samples,
+            "grad_norm": norm,
+            "samples_per_s": done.samples / self._between(done.began, done.ended),
+            **parts,
+            **values,
+        }
+        self._log.log(done.step, **values)
+        return {"step": done.step, **values}
 
     def _now(self) -> Any:
         if not self._on_cuda:

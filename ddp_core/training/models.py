@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -170,11 +170,3 @@ def _fit_first_layer(model: nn.Module, channels: int) -> None:
 def count_parameters(model: nn.Module) -> int:
     """Count the trainable parameters."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda parameters, lr, weight_decay: torch.optim.SGD(
-        parameters, lr=lr, momentum=0.9, nesterov=True, weight_decay=weight_decay
-    ),
-    "adamw": lambda parameters, lr, weight_decay: torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay),
-}

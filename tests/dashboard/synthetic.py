@@ -53,6 +53,10 @@ class SyntheticRun:
             attempt=attempt,
         )
 
+    def watched(self, rank: int | None, **fields: Any) -> None:
+        """Log a violation: rank 0 says what it noticed of a rank."""
+        self.write(0, dumps({"ts": time.time(), "event": "watch", "rank": rank, **fields}))
+
     def log(self, first: int, last: int, attempt: int = 0, ts: float | None = None, **values: float) -> None:
         """Log the steps ``first`` to ``last`` on every rank: a falling loss, or the values given."""
         for rank in range(self.ranks):

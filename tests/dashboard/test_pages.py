@@ -45,8 +45,17 @@ def box(page: Page, name: str):
     return page.get_by_role("textbox", name=name, exact=True)
 
 
+def open_group(page: Page, key: str) -> None:
+    page.locator(f".st-key-group_{key} summary").click()
+
+
 def notes(page: Page, field: str):
     return page.locator(f".st-key-field_{field} .field-note")
+
+
+def choose(page: Page, field: str, option: str) -> None:
+    page.locator(f".st-key-field_{field} input").fill(option)
+    page.get_by_role("option", name=option, exact=True).click()
 
 
 def ended_run(site: Dashboard, **state: object) -> SyntheticRun:
@@ -80,6 +89,7 @@ def test_launch_page_says_what_start_will_do(page: Page, site: Dashboard):
 
 def test_typing_changes_the_plan_and_what_is_wrong_stays_with_its_reason(page: Page, site: Dashboard):
     open_launch(page, site)
+    open_group(page, "optimization")
     box(page, "Batch size").fill("8")
     box(page, "Learning rate").fill("fast")
     box(page, "Epochs").fill("7")
@@ -90,6 +100,73 @@ def test_typing_changes_the_plan_and_what_is_wrong_stays_with_its_reason(page: P
     expect(page.locator(".panel[data-panel=plan]")).to_contain_text("8 per process × 4 processes = 32")
     expect(page.locator(".panel[data-panel=plan]")).to_contain_text("45 per epoch × 7 epochs")
     expect(page.get_by_role("button", name="Start")).to_be_enabled()
+
+
+def test_a_group_counts_what_was_changed_and_what_is_to_mend_while_one_types(page: Page, site: Dashboard):
+    open_launch(page, site)
+    title = page.locator(".st-key-group_optimization summary")
+    expect(title).to_have_text(re.compile("Optimization$"))
+    open_group(page, "optimization")
+    box(page, "Weight decay").fill("0.01")
+    expect(title).to_have_text(re.compile("Optimization · 1 changed$"))
+    box(page, "Label smoothing").fill("2")
+    expect(title).to_have_text(re.compile("Optimization · 2 changed · 1 to mend$"))
+    # Neither closes the group nor takes the cursor away.
+    expect(box(page, "Label smoothing")).to_be_focused()
+    expect(notes(page, "training_label_smoothing")).to_contain_text("less than 1")
+
+
+def test_fields_that_mean_nothing_are_away_and_keep_their_values(page: Page, site: Dashboard):
+    open_launch(page, site)
+    open_group(page, "optimization")
+    expect(box(page, "Warm-up epochs")).to_be_visible()
+    expect(box(page, "Step factor")).to_have_count(0)
+    choose(page, "training_schedule", "step")
+    box(page, "Step factor").fill("0.5")
+    expect(page.locator(".st-key-group_optimization summary")).to_contain_text("2 changed")
+    choose(page, "training_schedule", "cosine")
+    expect(box(page, "Step factor")).to_have_count(0)
+    page.get_by_role("tab", name="YAML").click()
+    expect(page.get_by_role("textbox", name="Config as YAML")).to_have_value(re.compile("step_factor: 0.5"))
+    page.get_by_role("tab", name="Form").click()
+    open_group(page, "optimization")
+    choose(page, "training_schedule", "step")
+    expect(box(page, "Step factor")).to_have_value("0.5")
+
+
+def test_the_plan_multiplies_accumulation_in_and_scales_the_learning_rate(page: Page, site: Dashboard):
+    open_launch(page, site)
+    plan = page.locator(".panel[data-panel=plan]")
+    expect(plan.get_by_text("Learning rate")).to_be_hidden()
+    open_group(page, "optimization")
+    box(page, "Gradient accumulation").fill("4")
+    expect(plan).to_contain_text("16 per process × 4 processes × 4 added up = 256")
+    expect(plan).to_contain_text("6 per epoch × 60 epochs")
+    choose(page, "training_lr_scaling", "linear")
+    expect(plan).to_contain_text("0.003 × 256 / 16")
+    expect(plan.locator("dd").nth(3)).to_have_text("0.048")
+    open_group(page, "ddp")
+    page.get_by_text("Drop last samples").click()
+    expect(plan).to_contain_text("1 sample is left out in an epoch")
+
+
+def test_a_runs_checkpoint_can_be_chosen_to_resume_from_or_a_path_typed(page: Page, site: Dashboard):
+    run = SyntheticRun.create(site.store)
+    (run.path / "model_epoch7.pth").write_bytes(b"x")
+    open_launch(page, site)
+    open_group(page, "checkpoints")
+    choose(page, "checkpoints_resume_from", f"{run.id} · epoch 7")
+    expect(page.locator(".st-key-group_checkpoints summary")).to_contain_text("1 changed")
+    page.get_by_role("tab", name="YAML").click()
+    text = page.get_by_role("textbox", name="Config as YAML")
+    expect(text).to_have_value(re.compile(f"resume_from: {run.path}/model_epoch7.pth"))
+    page.get_by_role("tab", name="Form").click()
+    open_group(page, "checkpoints")
+    field = page.locator(".st-key-field_checkpoints_resume_from input")
+    field.fill("/nowhere/model.pth")
+    field.press("Enter")
+    expect(notes(page, "checkpoints_resume_from")).to_contain_text("there is no checkpoint or run folder /nowhere")
+    expect(page.get_by_role("button", name="Start", exact=True)).to_be_disabled()
 
 
 def test_a_message_above_the_form_does_not_move_the_form(page: Page, site: Dashboard):
@@ -256,6 +333,64 @@ def test_diverged_loss_is_shown_as_diverged(page: Page, site: Dashboard):
     page.goto(f"{site.url}run?run={run.id}")
     expect(page.locator(".panel[data-panel=ranks] td.bad")).to_have_text(["NaN"] * 4)
     expect(page.locator(".tiles dd.bad")).to_have_text("NaN")
+
+
+def test_what_the_ranks_warn_of_is_told_with_rank_tensor_and_step(page: Page, site: Dashboard):
+    run = ended_run(site)
+    page.goto(f"{site.url}run?run={run.id}")
+    noticed = page.locator(".panel[data-panel=header] .noticed")
+    expect(page.locator(".panel[data-panel=ranks] tbody tr")).to_have_count(4)
+    expect(noticed).to_be_hidden()
+    words = "rank 2's weights are no longer the other ranks'"
+    run.watched(2, check="weights", tensor="features.0.weight", step=300, epoch=3, message=words)
+    expect(noticed.locator("li.watch")).to_have_text(
+        f"Rank 2 differs: {words} · tensor features.0.weight, step 300, epoch 3"
+    )
+    for step in (7, 8):
+        run.event(0, "skipped", step=step, ranks=[1, 3], what="gradient", count=step - 6)
+    expect(noticed.locator("li.skipped")).to_have_text(
+        "2 steps left out. The last: step 8 was left out: the gradient was NaN or infinite on rank 1, 3"
+    )
+    run.event(3, "warning", message=EVIL)
+    expect(noticed.locator("li.warning")).to_have_text(f"Rank 3 warns: {EVIL}")
+    events = page.locator(".panel[data-panel=events]")
+    expect(events.locator("tr[data-event=watch]")).to_contain_text(words)
+    expect(events.locator("tr[data-event=skipped]")).to_have_count(2)
+    for rank in range(3, 8):
+        run.watched(rank, check="samples", tensor=None, step=None, epoch=1, message=f"violation {rank}")
+    expect(noticed).to_contain_text("3 earlier ones are among the events below.")
+    expect(noticed).not_to_contain_text("violation 4")
+    expect(noticed).to_contain_text("violation 7")
+    assert page.evaluate("window.hacked") is None
+
+
+def test_a_run_that_finished_before_its_last_epoch_says_why(page: Page, site: Dashboard):
+    run = ended_run(site)
+    page.goto(f"{site.url}run?run={run.id}")
+    bar = page.locator(".progress")
+    expect(bar).to_have_attribute("aria-valuenow", "100")
+    reason = "early stopping: validation loss has not improved for 3 epochs"
+    run.event(0, "end", outcome="finished", reason=reason)
+    expect(page.locator(".status-line")).to_have_text(f"Finished: {reason}")
+    expect(bar).to_have_attribute("aria-valuenow", "50")
+    expect(page.locator(".panel[data-panel=events] tr[data-event=end]")).to_contain_text(reason)
+
+
+def test_gradient_norms_are_shown_where_they_are_logged_and_unknown_numbers_disturb_nothing(
+    page: Page, site: Dashboard
+):
+    run = ended_run(site)
+    page.goto(f"{site.url}run?run={run.id}")
+    ranks = page.locator(".panel[data-panel=ranks]")
+    norms = ranks.locator("td.norms")
+    expect(norms).to_have_count(4)
+    expect(norms.first).to_be_hidden()
+    run.log(21, 22, grad_norm=1.25, comm_s=0.01, overlap_s=0.005, memory_peak=2.0**30, whatever=3.0)
+    expect(norms).to_have_text(["1.250"] * 4)
+    run.log(23, 23, grad_norm=1.5, rank_grad_norm=float("nan"))
+    expect(norms).to_have_text(["NaN"] * 4)
+    expect(norms.first).to_have_attribute("title", "after averaging: 1.500")
+    expect(page.locator(".tiles")).to_contain_text("23 / 40")
 
 
 def test_page_of_an_unknown_run_says_so_and_leads_to_the_runs(page: Page, site: Dashboard):

@@ -16,9 +16,13 @@ from ddp_core.errors import UserError
 from ddp_core.telemetry.rank_log import RankLog
 from ddp_core.training import loop
 from ddp_core.training.checkpoint import Checkpoints, Position
-from ddp_core.training.data import Data, SyntheticImages, train_loader, val_loader
-from ddp_core.training.distributed import StopVote, process_group, share_buffers, wrap
+from ddp_core.training.data import Data, SyntheticImages
+from ddp_core.training.distributed import StopVote, process_group
 from ddp_core.training.environment import RankEnvironment
+from ddp_core.training.loading import train_loader, val_loader
+from ddp_core.training.models import build_model
+from ddp_core.training.optimization import OPTIMIZERS
+from ddp_core.training.wrapping import share_buffers, wrap
 
 CPU = torch.device("cpu")
 
@@ -102,15 +106,15 @@ def step_like_one_process(batch_size, steps):
     with process_group(here(), CPU) as world:
         data = Data(SyntheticImages(64, (1, 8, 8), 0), SyntheticImages(1, (1, 8, 8), 0), (1, 8, 8), 10)
         torch.manual_seed(world.rank)  # different weights: DDP must make them rank 0's
-        model = loop.build_model("cnn", data.shape, 10)
+        model = build_model("cnn", data.shape, 10)
         torch.manual_seed(0)
-        alone = loop.build_model("cnn", data.shape, 10)
+        alone = build_model("cnn", data.shape, 10)
         before = {k: v.clone() for k, v in model.state_dict().items()}
         ddp = wrap(model, world, torch.zeros(2, 1, 8, 8))
         if world.rank == 0:
             assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()), "wrap changed the weights"
-        ours = loop.OPTIMIZERS["sgd"](model.parameters(), lr=config.lr, weight_decay=0.0)
-        theirs = loop.OPTIMIZERS["sgd"](alone.parameters(), lr=config.lr, weight_decay=0.0)
+        ours = OPTIMIZERS["sgd"](model.parameters(), lr=config.lr, weight_decay=0.0)
+        theirs = OPTIMIZERS["sgd"](alone.parameters(), lr=config.lr, weight_decay=0.0)
         loader, sampler = train_loader(data, config, world)
         sampler.begin(1)
         seen = []
@@ -228,7 +232,7 @@ def log_a_slow_gpu():
     """Log two steps, the second with a second of work on the GPU: how long that took, and what was logged by then."""
     import time
 
-    from ddp_core.training.metrics import StepLog
+    from ddp_core.training.metrics import PARTS, StepLog
 
     class Lines(list):
         def log(self, step, **values):
@@ -243,12 +247,13 @@ def log_a_slow_gpu():
     log.begin()
     waited = 0.0
     for step in (1, 2):
-        for _ in range(4):
-            log.mark()
+        for part in PARTS:
+            log.mark(part)
+        log.add(ones, 1.0, torch.ones(1, 2, device=device), torch.zeros(1, device=device))
         if step == 2:
             torch.cuda._sleep(2_000_000_000)
         began = time.monotonic()
-        log.end(step, ones, ones, 1, epoch=1, lr=0.1)
+        log.end(step, 1, ones, None, epoch=1, lr=0.1)
         waited = time.monotonic() - began
     behind = list(lines)
     log.flush()
@@ -260,12 +265,14 @@ def save_epochs(run_dir, epochs):
     """Write a checkpoint after each of some epochs of no training."""
     log = RankLog(run_dir / "metrics" / "attempt_0" / f"rank_{here().rank}.jsonl")
     model = nn.Linear(2, 2)
-    optimizer = loop.OPTIMIZERS["sgd"](model.parameters(), lr=0.1, weight_decay=0.0)
+    optimizer = OPTIMIZERS["sgd"](model.parameters(), lr=0.1, weight_decay=0.0)
     with process_group(here(), CPU) as world:
         config = load(run_dir / "config.yaml")
-        checkpoints = Checkpoints(run_dir, config, model=model, optimizer=optimizer, world=world, log=log)
+        parts = {"model": model, "optimizer": optimizer}
+        checkpoints = Checkpoints(run_dir, config, parts=parts, world=world, log=log)
         for epoch in range(1, epochs + 1):
             checkpoints.save(Position(epoch=epoch, step=epoch, epoch_done=True), always=True)
+        checkpoints.close()
 
 
 def join_late(late_rank):

@@ -15,19 +15,9 @@ from ddp_core.catalog import DATASETS, count_image_folder
 from ddp_core.config import TrainingConfig
 from ddp_core.errors import UserError
 from ddp_core.training import data as training_data
-from ddp_core.training.data import (
-    DIGITS,
-    EpochSampler,
-    ExactSampler,
-    ImageTensors,
-    SyntheticImages,
-    open_data,
-    rank_seed,
-    size_of,
-    train_loader,
-    val_loader,
-)
+from ddp_core.training.data import DIGITS, ImageTensors, SyntheticImages, open_data, size_of
 from ddp_core.training.distributed import World
+from ddp_core.training.loading import EpochSampler, ExactSampler, micro_batches, rank_seed, train_loader, val_loader
 
 IMAGES, LABELS = 12, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
 
@@ -312,3 +302,56 @@ def test_pixels_stay_bytes_until_they_are_asked_for():
     images = ImageTensors(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.zeros(2), ((0.0,), (1.0,)))
     assert images.images.dtype == torch.uint8
     assert isinstance(SyntheticImages(2, (1, 2, 2), 0)[0][1], int)
+
+
+# --- the batches of an optimizer step ---
+
+
+@pytest.mark.parametrize(
+    ("samples", "accumulation", "shares"),
+    [
+        (8, 1, [1, 1, 1, 1]),
+        (8, 2, [1 / 2, 1 / 2, 1 / 2, 1 / 2]),
+        (7, 2, [1 / 2, 1 / 2, 2 / 3, 1 / 3]),  # a last batch of one sample weighs as one
+        (6, 2, [1 / 2, 1 / 2, 1]),  # a last step of one batch
+        (3, 4, [2 / 3, 1 / 3]),
+    ],
+)
+def test_a_batch_weighs_in_its_step_as_much_as_it_has_samples(samples, accumulation, shares):
+    data = training_data.Data(SyntheticImages(samples, (1, 4, 4), 0), None, (1, 4, 4), 10)
+    loader, order = train_loader(data, config(batch_size=2, accumulation=accumulation), world())
+    order.begin(1)
+    batches = list(micro_batches(loader, len(order), accumulation))
+    assert [batch.share for batch in batches] == pytest.approx(shares)
+    steps = -(-len(shares) // accumulation)
+    assert sum(batch.share for batch in batches) == pytest.approx(steps)
+    assert sum(batch.last for batch in batches) == sum(batch.first for batch in batches) == steps
+    assert batches[0].first
+    assert batches[-1].last
+    assert sum(batch.samples for batch in batches if batch.last) == samples
+
+
+def test_drop_last_leaves_out_the_end_of_the_order_and_pads_nothing():
+    parts = [list(sampler(11, rank, 4, shuffle=False, drop_last=True)) for rank in range(4)]
+    assert parts == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    theirs = [list(DistributedSampler(range(11), 4, rank, shuffle=False, drop_last=True)) for rank in range(4)]
+    assert parts == theirs
+    assert [len(sampler(11, rank, 4, shuffle=False, drop_last=True)) for rank in range(4)] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("count", "ranks"), [(1000, 4), (997, 4), (7, 4), (8, 2), (5, 3)])
+def test_the_form_is_told_how_the_sampler_splits(count, ranks, drop_last):
+    told = training_data.split(count, ranks, 2, drop_last=drop_last)
+    parts = [list(sampler(count, rank, ranks, shuffle=False, drop_last=drop_last)) for rank in range(ranks)]
+    assert {len(part) for part in parts} == {told.per_rank}
+    assert [told.first_indices(rank) for rank in range(ranks)] == [part[:4] for part in parts]
+    everything = list(chain(*parts))
+    assert len(everything) - len(set(everything)) == told.padded
+    assert count - len(set(everything)) == told.dropped
+
+
+def test_a_thousand_unshuffled_samples_on_four_ranks_are_dealt_out_in_turn():
+    told = training_data.split(1000, 4, 10)
+    assert [told.first_indices(rank, 3) for rank in range(4)] == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    assert (told.padded, told.dropped, told.per_rank, told.steps_per_epoch) == (0, 0, 250, 25)

@@ -66,3 +66,8 @@ def test_a_stop_during_training_only_sets_the_flag():
 def test_the_entry_does_not_import_torch():
     code = "import sys, ddp_core.training.__main__; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_torchrun_a_process_trains_alone():
+    here = RankEnvironment.from_environ({"DDP_RUN_DIR": "/runs/x"})
+    assert (here.rank, here.world_size, here.local_world_size, here.attempt, here.alone) == (0, 1, 1, 0, True)

@@ -4,7 +4,8 @@ from torch import nn
 
 from ddp_core.catalog import BUILTIN_MODELS, SUGGESTED_MODELS, is_model_name
 from ddp_core.errors import UserError
-from ddp_core.training.models import OPTIMIZERS, build_model, count_parameters
+from ddp_core.training.models import build_model, count_parameters
+from ddp_core.training.optimization import OPTIMIZERS
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 3, 5), (3, 64, 48)])
