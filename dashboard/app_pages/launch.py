@@ -146,7 +146,6 @@ def current_values(token: str) -> dict[str, Any]:
     drafts().move_to_end(token)
     while len(drafts()) > DRAFTS_KEPT:
         drafts().popitem(last=False)
-    print("DBG", draft["training.schedule"], draft["training.step_factor"], flush=True)
     return dict(draft)
 
 

@@ -77,7 +77,7 @@ export function header(root, context) {
   const verdict = h("div", { class: "verdict", hidden: true });
   const noticed = h("ul", { class: "noticed", "aria-label": "Noticed", hidden: true });
   root.append(
-    h("div", { class: "head" }, h("div", { class: "head-name" }, title, pill, strip), h("div", { class: "actions" }, stop, resume.element, again)),
+    h("div", { class: "head" }, h("div", { class: "head-name" }, title, pill, strip), h("div", { class: "actions" }, stop, again)),
     line, bar, grid, verdict, noticed,
   );
 

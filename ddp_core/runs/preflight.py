@@ -90,8 +90,8 @@ def split_preview(config: RunConfig) -> dict[str, Any]:
 
     Returns:
         ``{"train_samples", "val_samples", "per_rank", "padded", "dropped", "steps_per_epoch", "steps_total",
-        "effective_batch", "lr": after scaling, "lr_batch": what it was found for, "ranks": [{"rank", "samples", "first":
-        positions in the epoch's order}]}``.
+        "effective_batch", "lr": after scaling, "lr_batch": what it was found for, "ranks": [{"rank",
+        "samples", "first": positions in the epoch's order}]}``.
     """
     training, nproc = config.training, config.launch.nproc_per_node
     train, val = dataset_size(config)

@@ -116,7 +116,7 @@ class Watch:
         rows = [[tuple(pair) for pair in hashes.tolist()] for hashes in everyone]
         if all(row == rows[0] for row in rows):
             return
-        usual = [Counter(column).most_common(1)[0][0] for column in zip(*rows, strict=True)]
+        usual: list[tuple[int, ...]] = [Counter(column).most_common(1)[0][0] for column in zip(*rows, strict=True)]
         for rank, row in enumerate(rows):
             odd = [tensors[i][0] for i, (a, b) in enumerate(zip(row, usual, strict=True)) if a != b]
             if odd:

@@ -46,7 +46,9 @@ def box(page: Page, name: str):
 
 
 def open_group(page: Page, key: str) -> None:
-    page.locator(f".st-key-group_{key} summary").click()
+    group = page.locator(f".st-key-group_{key}")
+    group.locator("summary").click()
+    group.get_by_role("textbox").last.click(trial=True)  # until it has moved to its place
 
 
 def notes(page: Page, field: str):
