@@ -143,6 +143,7 @@ def current_values(token: str) -> dict[str, Any]:
     for key in draft:
         # Streamlit forgets a widget's value when it was not shown in a run.
         draft[key] = STATE.setdefault(widget(key), draft[key])
+    STATE["launch_drawn"] = set()
     drafts().move_to_end(token)
     while len(drafts()) > DRAFTS_KEPT:
         drafts().popitem(last=False)
@@ -150,6 +151,16 @@ def current_values(token: str) -> dict[str, Any]:
 
 
 # --- YAML in ---
+
+
+def forget_what_is_away(values: dict[str, Any]) -> None:
+    """Leave the values that have no widget in this run to the draft.
+
+    What is set for a widget that does not come is kept by Streamlit beside the widget's own value, and
+    would be back, as old as it is, when the widget has come and gone.
+    """
+    for name in values.keys() - STATE["launch_drawn"]:
+        STATE.pop(widget(name), None)
 
 
 def yaml_key() -> str:
@@ -216,6 +227,7 @@ def show_field(name: str, notes: dict[str, list[tuple[str, str]]], gpus: dict[st
     """One field with what there is to say about it."""
     field = form.FIELDS[name]
     key = shown(widget(name))
+    STATE["launch_drawn"].add(name)
     with st.container(key=f"field_{name.replace('.', '_')}", gap=None):
         if field.kind == "toggle":
             st.toggle(field.label, key=key, help=field.help)
@@ -253,6 +265,7 @@ def show_gpus(field: form.FormField, gpus: dict[str, Any]) -> None:
     )
     if STATE[widget(field.name)] != "choose":
         return
+    STATE["launch_drawn"].add(form.GPU_LIST)
     chosen: list[str] = STATE[widget(form.GPU_LIST)]
     names: dict[str, str] = {}
     for gpu in gpus["gpus"]:
@@ -451,6 +464,7 @@ def main() -> None:
                 panels.plan(plan, stale=stale)
                 st.html(f'<h2 class="section-title{" stale" * stale}">Command</h2>')
                 st.code(command, language="bash", wrap_lines=True)
+    forget_what_is_away(values)
 
 
 main()
