@@ -61,6 +61,9 @@ def _story(browser: Browser, site: Dashboard, folder: Path, every_page: bool) ->
             expect(other.locator(".panel").first).to_be_visible()
             if name == "run":
                 other.wait_for_function(SOME_WAY_IN)
+            if name == "launch":
+                for group in other.locator("[class*=st-key-group_] summary").all():
+                    group.click()
             _shoot(other, folder / f"{name}-{theme}{'' if width == 1400 else '-narrow'}.png")
             other.close()
     page.get_by_role("button", name="Stop", exact=True).click()

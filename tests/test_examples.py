@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from ddp_core import config
+from ddp_core import cli, config
 from ddp_core.config import is_torchrun_variable
 from tests.conftest import wait_for
 
@@ -188,6 +188,9 @@ def test_what_the_guide_names_is_there():
     assert len(named) > 5
     for section, field in named:
         assert field in sections[section].model_fields, f"{section}.{field}"
+    commands = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
+    for name in re.findall(r"(?:^|`)ddp (\w+)", guide + (ROOT / "README.md").read_text(), re.M):
+        assert name in commands, f"ddp {name}"
     for path in set(re.findall(r"\b(?:examples|tests)/\w+\.\w+", guide)):
         assert (ROOT / path).exists(), path
     for row in re.findall(r"^\|.*\|$", guide, re.M):

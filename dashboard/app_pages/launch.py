@@ -150,9 +150,6 @@ def current_values(token: str) -> dict[str, Any]:
     return dict(draft)
 
 
-# --- YAML in ---
-
-
 def forget_what_is_away(values: dict[str, Any]) -> None:
     """Leave the values that have no widget in this run to the draft.
 
@@ -161,6 +158,9 @@ def forget_what_is_away(values: dict[str, Any]) -> None:
     """
     for name in values.keys() - STATE["launch_drawn"]:
         STATE.pop(widget(name), None)
+
+
+# --- YAML in ---
 
 
 def yaml_key() -> str:

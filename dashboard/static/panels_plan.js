@@ -1,6 +1,5 @@
 // The launch page's plan: what one click on Start will do, in numbers.
 import { DASH, Table, h, integer, setClass, setText } from "./panels_dom.js";
-import { digits } from "./format.js";
 import { loadPlotly } from "./plotly_loader.js";
 
 export function plan(root, context) {
@@ -42,7 +41,8 @@ export function plan(root, context) {
     setClass(grid, "four", scaled);
     if (scaled) {
       const ratio = `${integer(p.effective_batch)} / ${integer(p.lr_batch)}`;
-      set(3, digits(p.lr), `${digits(p.base_lr)} × ${p.lr_scaling === "sqrt" ? `√(${ratio})` : ratio}`);
+      const short = (lr) => String(Number(lr.toPrecision(4)));
+      set(3, short(p.lr), `${short(p.base_lr)} × ${p.lr_scaling === "sqrt" ? `√(${ratio})` : ratio}`);
     }
     table.update(p.ranks);
     const uneven = p.padded ? [p.padded, "seen twice"] : p.dropped ? [p.dropped, "left out"] : null;

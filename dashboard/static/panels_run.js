@@ -214,7 +214,7 @@ export function header(root, context) {
       verdict.hidden = false;
     } else if (show.state === "lost") {
       verdict.append(
-        h("p", { class: "hint" }, "Nothing of this run is alive. Resume goes on from a checkpoint, Run again starts a new run with the same config; the checkpoints below are whole."),
+        h("p", { class: "hint" }, "Nothing of this run is alive. Run again starts a new run with the same config; the checkpoints below are whole."),
       );
       verdict.hidden = false;
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 from ddp_core import runs
 from ddp_core.config import LaunchConfig, RunConfig, to_yaml
@@ -56,8 +57,21 @@ def notes(page: Page, field: str):
 
 
 def choose(page: Page, field: str, option: str) -> None:
-    page.locator(f".st-key-field_{field} input").fill(option)
-    page.get_by_role("option", name=option, exact=True).click()
+    entry = page.locator(f".st-key-field_{field} input")
+    offered = page.get_by_role("option", name=option, exact=True)
+    entry.evaluate("entry => entry.scrollIntoView({block: 'center'})")
+
+    def chosen() -> bool:
+        # The list closes when the page moves below it, as it does while a group opens.
+        entry.fill("")
+        entry.fill(option)
+        try:
+            offered.click(timeout=2000)
+        except PlaywrightTimeout:
+            return False
+        return True
+
+    wait_for(chosen, f"{option} is chosen")
 
 
 def ended_run(site: Dashboard, **state: object) -> SyntheticRun:
