@@ -60,7 +60,7 @@ def test_an_empty_store_lists_nothing(tmp_path):
 def test_the_help_of_launch_describes_every_field():
     text = ddp("launch", "--help").stdout
     assert "training.batch_size [16]" in text
-    assert "Samples per process and step." in text
+    assert "Samples per process and backward." in text
     assert "launch.stop_grace_s [10.0]" in text
 
 

@@ -98,6 +98,7 @@ class RankLog:
     def _write(self, line: bytes) -> None:
         if self._closed:
             return
+        done = 0
         try:
             if self._fd >= 0 and os.fstat(self._fd).st_nlink == 0:
                 self._close()
@@ -116,7 +117,10 @@ class RankLog:
             self._torn = False
             self._lost = 0
         except OSError as error:
-            self._say_lost(error)
+            if done == len(line) - 1:  # only the end of the line is missing, and the next one brings it
+                self._lost = 0
+            else:
+                self._say_lost(error)
 
     def _say_lost(self, error: OSError) -> None:
         if self._lost == 0:

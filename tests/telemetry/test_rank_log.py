@@ -158,14 +158,20 @@ def test_a_disk_that_is_always_full_is_said_once(tmp_path: Path, capsys: pytest.
     assert os.strerror(errno.ENOSPC) in err
 
 
-# A file size limit fills the "disk" in the middle of a line, as a real one does, and can be lifted again.
+# A file size limit fills the "disk" in the middle of a line, as a real one does, and can be lifted again. The time
+# stands still, so that all lines of two-digit steps are equally long and the limit hits line 11 at a known place.
 _FULL_DISK = """
-import resource, sys
+import os, resource, sys, time
 from ddp_core.telemetry.rank_log import RankLog
-path, limit = sys.argv[1], int(sys.argv[2])
+path, fits = sys.argv[1], int(sys.argv[2])
+time.time = lambda: 1234567890.25
 log = RankLog(path)
+for step in range(1, 11):
+    log.log(step, loss=0.5)
+length = len(open(path, "rb").read().splitlines(keepends=True)[-1])
+limit = os.path.getsize(path) + (fits if fits >= 0 else length + fits)
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-for step in range(1, 31):
+for step in range(11, 31):
     log.log(step, loss=0.5)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 for step in range(31, 41):
@@ -174,22 +180,22 @@ log.close()
 """
 
 
-@pytest.mark.parametrize("limit", [500, 517, 540])
-def test_a_disk_that_was_full_tears_one_line_and_no_other(path: Path, limit: int):
+@pytest.mark.parametrize(("fits", "torn", "whole"), [(0, 0, 10), (1, 1, 10), (20, 1, 10), (-2, 1, 10), (-1, 0, 11)])
+def test_a_disk_that_was_full_tears_at_most_one_line_and_counts_the_missing(
+    path: Path, fits: int, torn: int, whole: int
+):
     result = subprocess.run(
-        [sys.executable, "-c", _FULL_DISK, str(path), str(limit)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", _FULL_DISK, str(path), str(fits)], capture_output=True, text=True, check=True
     )
     assert result.stderr.count("\n") == 1
     assert "training goes on" in result.stderr
     follower = JsonlFollower(path)
     found = follower.poll()
-    assert follower.skipped <= 1
+    assert follower.skipped == torn
     (warning,) = [r for r in found if "event" in r]
-    steps = [r["step"] for r in found if "step" in r]
-    missing = int(warning["message"].split()[0])
-    assert missing > 10
-    assert steps == [*range(1, 31 - missing), *range(31, 41)]
-    assert found.index(warning) == 30 - missing
+    assert warning["message"].startswith(f"{30 - whole} lines are missing here")
+    assert [r["step"] for r in found if "step" in r] == [*range(1, whole + 1), *range(31, 41)]
+    assert found.index(warning) == whole
 
 
 def test_a_torn_line_of_an_earlier_process_swallows_no_other(path: Path):
