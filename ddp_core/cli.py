@@ -91,6 +91,32 @@ def stop_command(
     return 0
 
 
+@app.command("resume")
+def resume_command(
+    run: RunArgument,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="CHECKPOINT",
+            help="One of the run's (model_epoch3.pth, latest, best) or a path; default: its newest whole one.",
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Stay and print progress until the run ends.")] = False,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Continue a run that has ended, from a checkpoint; with ``--follow`` the exit code is 1 unless it finishes."""
+    opened = Store(store)
+    found = opened.run(run)
+    runs.resume(found, opened, from_checkpoint=checkpoint)
+    if as_json:
+        out.json_line({"id": found.id, "dir": str(found.path), "state": "queued"})
+    else:
+        out.say(f"{run} goes on from {checkpoint or 'its newest checkpoint'}")
+    return _follow(found, as_json) if follow else 0
+
+
 @app.command("logs")
 def logs_command(
     run: RunArgument,

@@ -39,16 +39,25 @@ def _panel(name: str, key: str, **data: Any) -> None:
         except UserError as error:
             st.session_state[_PROBLEM] = str(error)
 
+    def resume() -> None:
+        asked = st.session_state[key].resume
+        store = runs.Store()
+        try:
+            runs.resume(store.run(asked["run"]), store, from_checkpoint=asked["checkpoint"])
+        except UserError as error:
+            st.session_state[_PROBLEM] = str(error)
+
     result = _component(
         key=key,
         data={"page": current_page(), "data": {"panel": name, **data}},
         on_stop_change=stop,
+        on_resume_change=resume,
         on_go_change=_nothing,
         on_changed_change=_nothing,
     )
     if result.go:
         st.switch_page(_PAGES[result.go["page"]], query_params=result.go["parameters"])
-    if result.stop and (problem := st.session_state.pop(_PROBLEM, None)):
+    if (result.stop or result.resume) and (problem := st.session_state.pop(_PROBLEM, None)):
         st.error(problem)
 
 

@@ -30,9 +30,9 @@ function resumeButton(context) {
     button.disabled = true;
   }
 
-  function draw(show) {
+  function draw(show, endReason) {
     const found = [...(show.checkpoints ?? [])].reverse();
-    element.hidden = !RESUMABLE.has(show.state) || Boolean(show.problem) || !found.length;
+    element.hidden = !(RESUMABLE.has(show.state) || endReason) || Boolean(show.problem) || !found.length;
     button.disabled = performance.now() - asked < ASKED_MS;
     const now = JSON.stringify(found.map(({ path }) => path));
     if (now === offered) return;
@@ -77,7 +77,7 @@ export function header(root, context) {
   const verdict = h("div", { class: "verdict", hidden: true });
   const noticed = h("ul", { class: "noticed", "aria-label": "Noticed", hidden: true });
   root.append(
-    h("div", { class: "head" }, h("div", { class: "head-name" }, title, pill, strip), h("div", { class: "actions" }, stop, again)),
+    h("div", { class: "head" }, h("div", { class: "head-name" }, title, pill, strip), h("div", { class: "actions" }, stop, resume.element, again)),
     line, bar, grid, verdict, noticed,
   );
 
@@ -104,7 +104,7 @@ export function header(root, context) {
     if (show.state === "failed" && show.failure) return `failed ${show.step ? `at step ${integer(show.step)}, ` : ""}${when(show.ended)}`;
     if (show.state === "finished" && last.end_reason) return `Finished: ${last.end_reason}`;
     if (show.state !== "running") return show.reason || show.state;
-    const attempt = show.attempt > 0 ? `, attempt ${show.attempt + 1}` : "";
+    const attempt = show.attempt > 0 ? `, attempt ${show.attempt}` : "";
     return `${show.nproc_per_node} ranks on ${where(last)} of ${show.host}, since ${when(show.started)}${attempt}`;
   }
 
@@ -123,7 +123,7 @@ export function header(root, context) {
     setPill(pill, show.state);
     stop.hidden = !active;
     again.hidden = active;
-    resume.draw(show);
+    resume.draw(show, show.state === "finished" && last.end_reason);
     stop.disabled = show.state === "stopping" || (active && asked);
     setText(stop, stop.disabled ? "Stopping…" : "Stop");
     strip.hidden = !active || show.state === "stopping";

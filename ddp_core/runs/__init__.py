@@ -5,6 +5,7 @@ from ddp_core.runs.command import torchrun_command
 from ddp_core.runs.documents import ls, show
 from ddp_core.runs.gpus import document as gpus_document
 from ddp_core.runs.preflight import Finding, demo_config, preflight, split_preview
+from ddp_core.runs.resuming import resume
 from ddp_core.runs.state import RunStatus
 from ddp_core.runs.store import RunDir, Store
 
@@ -19,6 +20,7 @@ __all__ = [
     "launch",
     "ls",
     "preflight",
+    "resume",
     "show",
     "split_preview",
     "stop",

@@ -50,7 +50,7 @@ def launch(config: RunConfig, store: Store, *, intent: str | None = None) -> Run
                 if marker is not None:
                     marker.parent.mkdir(exist_ok=True)
                     marker.write_text(run.id)
-                _start_supervisor(run)
+                start_supervisor(run)
             except OSError:
                 shutil.rmtree(run.path, ignore_errors=True)  # nothing was launched, so nothing is to be seen
                 raise
@@ -98,15 +98,16 @@ def ensure_supervised(run: RunDir) -> RunState:
     state = run.state()
     if state.state.ended or processes.alive(state.supervisor):
         return state
-    # A supervisor that is starting has not signed in yet; its lock file tells when it was started.
+    # A supervisor that is starting has not signed in yet; the launch, or its lock file, tells when it was started.
     now = time.time()
-    if any(0 <= now - started < _STARTING_S for started in (state.created, _mtime(run.lock_file))):
+    begun = state.since if state.state is RunStatus.QUEUED else 0.0
+    if any(0 <= now - started < _STARTING_S for started in (begun, _mtime(run.lock_file))):
         return state
     try:
         run.lock_file.touch()
     except OSError:
         return state.model_copy(update={"state": RunStatus.LOST, "reason": "its supervisor is gone"})
-    _start_supervisor(run)
+    start_supervisor(run)
     return state
 
 
@@ -132,7 +133,8 @@ def _write_stop(run: RunDir, request: dict[str, float]) -> None:
         run.stop_file.touch()
 
 
-def _start_supervisor(run: RunDir) -> None:
+def start_supervisor(run: RunDir) -> None:
+    """Start a supervisor for a run, detached from this process; it ends at once if the run has one."""
     with Path(run.path / "supervisor.log").open("ab") as log:
         supervisor = subprocess.Popen(
             [sys.executable, "-m", "ddp_core.runs.supervisor", str(run.path)],

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from ddp_core.config import RunConfig, is_torchrun_variable
 from ddp_core.runs.processes import MARK_VARIABLE, RUN_DIR_VARIABLE
+from ddp_core.runs.store import RunDir
 
 
-def torchrun_command(config: RunConfig, run_dir: Path) -> list[str]:
+def torchrun_command(config: RunConfig, run_dir: Path, attempt_base: int = 0) -> list[str]:
     """Build the command that starts all ranks of a run.
 
     ``--standalone`` gives every run an endpoint of its own on a free port, so two runs never meet.
@@ -19,6 +20,7 @@ def torchrun_command(config: RunConfig, run_dir: Path) -> list[str]:
     Args:
         config: What to launch.
         run_dir: The run's directory; torchrun keeps each rank's output below it.
+        attempt_base: The attempt this torchrun begins with; it counts its own from 0 again.
     """
     return [
         sys.executable,
@@ -30,7 +32,7 @@ def torchrun_command(config: RunConfig, run_dir: Path) -> list[str]:
         "--max-restarts",
         str(config.launch.max_restarts),
         "--log-dir",
-        str(run_dir / "logs"),
+        str(RunDir(run_dir).torchrun_logs(attempt_base)),
         "--redirects",
         "3",
         "-m",
@@ -46,7 +48,14 @@ def omp_num_threads(config: RunConfig) -> int:
 
 
 def torchrun_environment(
-    config: RunConfig, run_dir: Path, *, mark: str, gpus: Sequence[str], inherited: Mapping[str, str] = os.environ
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    mark: str,
+    gpus: Sequence[str],
+    attempt_base: int = 0,
+    resume_from: str | None = None,
+    inherited: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """Build the environment of torchrun and its ranks.
 
@@ -57,6 +66,8 @@ def torchrun_environment(
         run_dir: The run's directory.
         mark: The run's mark, inherited by every descendant.
         gpus: UUIDs of the GPUs the ranks may see; none hides them all.
+        attempt_base: The attempt this torchrun begins with.
+        resume_from: The checkpoint to continue from, if not from the newest whole one.
         inherited: The environment to start from.
     """
     # DDP_ is ours: a run that is launched from inside another one must not carry its mark.
@@ -71,6 +82,7 @@ def torchrun_environment(
         # The supervisor escalates after the run's own grace; torchrun must not cut it short.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(config.launch.stop_grace_s) + 30),
         RUN_DIR_VARIABLE: str(run_dir),
-        "DDP_ATTEMPT_BASE": "0",
+        "DDP_ATTEMPT_BASE": str(attempt_base),
+        **({"DDP_RESUME_FROM": resume_from} if resume_from else {}),
         MARK_VARIABLE: mark,
     }

@@ -66,7 +66,7 @@ def show(run: RunDir) -> dict[str, Any]:
         "checkpoints": checkpoints(run, state.attempt),
         "failure": state.failure,
         "stop": state.stop,
-        "command": _command(run),
+        "command": _command(run, state.attempt_base),
         "exit_code": state.exit_code,
         "problem": None,
     }
@@ -134,9 +134,9 @@ def checkpoints(run: RunDir, attempt: int) -> list[dict[str, Any]]:
     return found
 
 
-def _command(run: RunDir) -> list[str] | None:
+def _command(run: RunDir, attempt_base: int = 0) -> list[str] | None:
     try:
-        return torchrun_command(run.config(), run.path)
+        return torchrun_command(run.config(), run.path, attempt_base)
     except UserError:
         return None
 

@@ -33,8 +33,8 @@ class RunStatus(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """True when nothing of the run is alive any more and nothing will come."""
-        return not TRANSITIONS[self]
+        """True when nothing of the run is alive any more, and nothing will come unless somebody resumes it."""
+        return self in _ENDED
 
 
 TRANSITIONS: dict[RunStatus, frozenset[RunStatus]] = {
@@ -45,11 +45,13 @@ TRANSITIONS: dict[RunStatus, frozenset[RunStatus]] = {
     RunStatus.RUNNING: frozenset({RunStatus.STOPPING, RunStatus.FINISHED, RunStatus.FAILED, RunStatus.LOST}),
     # Finished: it was done before the stop reached it.
     RunStatus.STOPPING: frozenset({RunStatus.STOPPED, RunStatus.FINISHED, RunStatus.LOST}),
-    RunStatus.STOPPED: frozenset(),
-    RunStatus.FINISHED: frozenset(),
-    RunStatus.FAILED: frozenset(),
-    RunStatus.LOST: frozenset(),
+    # Resumed.
+    RunStatus.STOPPED: frozenset({RunStatus.QUEUED}),
+    RunStatus.FINISHED: frozenset({RunStatus.QUEUED}),
+    RunStatus.FAILED: frozenset({RunStatus.QUEUED}),
+    RunStatus.LOST: frozenset({RunStatus.QUEUED}),
 }
+_ENDED = frozenset({RunStatus.STOPPED, RunStatus.FINISHED, RunStatus.FAILED, RunStatus.LOST})
 
 
 class ProcessId(BaseModel):
@@ -69,7 +71,13 @@ class ProcessId(BaseModel):
 
 
 class RunState(BaseModel):
-    """What ``state.json`` holds. Later versions may add fields; those are ignored here."""
+    """What ``state.json`` holds. Later versions may add fields; those are ignored here.
+
+    Attributes:
+        attempt: Counts from 0 on over every restart by torchrun and every resume.
+        attempt_base: The attempt that the present torchrun began with: 0 until the run is resumed.
+        resume_from: The checkpoint that a resume asked for; None for the newest whole one.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -81,6 +89,8 @@ class RunState(BaseModel):
     stage: str = ""
     reason: str | None = None
     attempt: int = 0
+    attempt_base: int = 0
+    resume_from: str | None = None
     joined: int = 0
     nproc_per_node: int
     mark: str

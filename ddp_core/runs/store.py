@@ -21,6 +21,7 @@ from ddp_core.runs import processes
 from ddp_core.runs.state import RunState, read_state
 
 _INTENT = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_RESUMED = "resumed_at_"
 _RUN_ID = re.compile(r"(?P<name>.+)-(?P<number>[1-9][0-9]*)")
 
 
@@ -70,14 +71,14 @@ class RunDir:
         return self.path / "supervisor.lock"
 
     @property
-    def logs_dir(self) -> Path:
-        """Torchrun's log folder."""
-        return self.path / "logs"
-
-    @property
     def agent_log(self) -> Path:
-        """Standard output and error of torchrun itself."""
+        """Standard output and error of the present torchrun itself."""
         return self.path / "agent.log"
+
+    def torchrun_logs(self, attempt_base: int) -> Path:
+        """Log folder of the torchrun that began with that attempt: 0 for the launch, more for a resume."""
+        logs = self.path / "logs"
+        return logs / f"{_RESUMED}{attempt_base}" if attempt_base else logs
 
     def config(self) -> RunConfig:
         """Read the snapshot of the config; UserError if it is missing or damaged."""
@@ -108,11 +109,13 @@ class RunDir:
     def output_file(self, attempt: int, local_rank: int, name: str) -> Path | None:
         """One file torchrun keeps for a rank: ``stdout.log``, ``stderr.log`` or ``error.json``.
 
-        torchrun puts a random part into the folder's name, so the file is looked up; with several
-        candidates (the run was launched again in the same directory) the newest counts.
+        torchrun puts a random part into the folder's name, so the file is looked up; it counts its
+        attempts from 0 on, so those after a resume are found in the folder of that resume.
         """
-        found = list(self.logs_dir.glob(f"*/attempt_{attempt}/{local_rank}/{name}"))
-        return max(found, key=lambda p: p.stat().st_mtime, default=None)
+        resumed = [entry.name.removeprefix(_RESUMED) for entry in self.torchrun_logs(0).glob(f"{_RESUMED}*")]
+        bases = [int(base) for base in resumed if base.isdigit() and int(base) <= attempt]
+        base = max(bases, default=0)
+        return next(self.torchrun_logs(base).glob(f"*/attempt_{attempt - base}/{local_rank}/{name}"), None)
 
 
 def _is_run(path: Path) -> bool:

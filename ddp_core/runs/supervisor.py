@@ -64,9 +64,14 @@ class Supervisor:
         """Carry the run to its end."""
         self.recorder.update(supervisor=processes.identify(os.getpid()))
         try:
-            if self.recorder.state.state is RunStatus.QUEUED:
+            state = self.recorder.state
+            if state.state is RunStatus.QUEUED:
                 if self._config_problem:
                     raise UserError(self._config_problem)
+                if state.attempt_base:
+                    checkpoint = Path(state.resume_from).name if state.resume_from else "the newest whole checkpoint"
+                    words = f"resumed from {checkpoint}, attempt {state.attempt}"
+                    self.recorder.event("state", words, state=str(state.state))
                 if not self._wait_for_gpus():
                     return
                 self._start()
@@ -153,8 +158,16 @@ class Supervisor:
     def _start(self) -> None:
         self.recorder.move(RunStatus.STARTING, started=time.time(), stage="starting torchrun")
         state = self.recorder.state
-        command = torchrun_command(self.config, self.run.path)
-        environment = torchrun_environment(self.config, self.run.path, mark=state.mark, gpus=state.gpus)
+        base = state.attempt_base
+        command = torchrun_command(self.config, self.run.path, base)
+        environment = torchrun_environment(
+            self.config,
+            self.run.path,
+            mark=state.mark,
+            gpus=state.gpus,
+            attempt_base=base,
+            resume_from=state.resume_from,
+        )
         # Files, not pipes: a pipe that nobody reads would stall the training once it is full.
         try:
             with self.run.agent_log.open("ab") as log:
@@ -170,7 +183,7 @@ class Supervisor:
         except OSError as error:  # an environment too large for the kernel, for instance
             raise UserError(f"torchrun could not be started: {error.strerror}") from None
         self.recorder.update(agent=processes.identify(self.agent.pid))
-        self.recorder.event("attempt", f"torchrun started (pid {self.agent.pid})", attempt=0, command=command)
+        self.recorder.event("attempt", f"torchrun started (pid {self.agent.pid})", attempt=base, command=command)
 
     def _adopt(self) -> None:
         alive = processes.marked(self.recorder.state.mark)

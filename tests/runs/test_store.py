@@ -90,7 +90,9 @@ def test_the_transitions_are_the_tables():
             else:
                 with pytest.raises(ValueError, match="cannot go from"):
                     moved(state(state=source), target)
+        assert source.ended == (targets == {"queued"})
     assert moved(state(state="running"), RunStatus.FAILED).ended == pytest.approx(time.time(), abs=5)
+    assert moved(state(state="failed"), RunStatus.QUEUED).ended is None
 
 
 def test_a_state_file_survives_the_round_trip_and_newer_fields(tmp_path):
