@@ -27,6 +27,7 @@ STATE = st.session_state
 STORE = runs.Store()
 # A second click of a double click can arrive when the run's page is already showing.
 DOUBLE_CLICK_S = 3.0
+LOOK_AGAIN_S = 2.0
 DRAFTS_KEPT = 200
 RUNS_TO_RESUME = 50
 
@@ -367,6 +368,13 @@ def form_groups(
             show_fields(f"toggles_{group.key}", toggles, notes, gpus)
 
 
+@st.fragment(run_every=LOOK_AGAIN_S)
+def look_again(config: RunConfig, findings: list[runs.Finding]) -> None:
+    """Draw the page anew when what kept a run from starting has changed: a lost GPU is back, a folder is there."""
+    if runs.preflight(config) != findings:
+        st.rerun()
+
+
 def main() -> None:
     """Draw the page."""
     STATE["launch_shown_now"] = set()
@@ -465,6 +473,8 @@ def main() -> None:
                 st.html(f'<h2 class="section-title{" stale" * stale}">Command</h2>')
                 st.code(command, language="bash", wrap_lines=True)
     forget_what_is_away(values)
+    if config is not None and any(finding["level"] == "error" for finding in findings):
+        look_again(config, findings)
 
 
 main()

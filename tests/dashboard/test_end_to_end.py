@@ -182,6 +182,21 @@ def test_stop_leaves_nothing_and_says_so(story: Story):
     assert processes.marked(mark) == []
 
 
+def test_resume_goes_on_from_the_checkpoint_on_the_page_that_is_open(story: Story):
+    header = story.page.locator(".panel[data-panel=header]")
+    stopped_at = max(story.steps())
+    expect(header.get_by_label("Checkpoint to resume from")).to_have_value("")
+    header.get_by_role("button", name="Resume").click()
+    expect(header.get_by_role("button", name="Resume")).to_be_hidden()
+    expect(header.locator(".pill")).to_have_text("running", timeout=60_000)
+    expect(header).not_to_contain_text("no process left")
+    wait_for(lambda: (s := story.steps()) and min(s) > stopped_at, "the traces go on where they ended", 60)
+    expect(story.page.locator(".panel[data-panel=events]")).to_contain_text("resumed from the newest whole checkpoint")
+    assert story.run.state().attempt == 1
+    header.get_by_role("button", name="Stop").click()
+    expect(header).to_contain_text("no process left", timeout=30_000)
+
+
 def test_run_again_gets_the_next_number_and_the_runs_page_shows_both(story: Story):
     page = story.page
     page.get_by_role("link", name="Run again").click()

@@ -118,6 +118,20 @@ def test_typing_changes_the_plan_and_what_is_wrong_stays_with_its_reason(page: P
     expect(page.get_by_role("button", name="Start")).to_be_enabled()
 
 
+def test_start_opens_by_itself_once_what_was_in_the_way_is_gone(page: Page, site: Dashboard, tmp_path: Path):
+    source = SyntheticRun.create(site.store)
+    (source.path / "config.yaml").write_text(
+        f"name: folder\nlaunch: {{gpus: none}}\ntraining: {{dataset: image_folder, data_dir: {tmp_path / 'images'}}}\n"
+    )
+    page.goto(f"{site.url}?from={source.id}")
+    expect(notes(page, "training_data_dir")).to_contain_text("there is no folder")
+    expect(page.get_by_role("button", name="Start")).to_be_disabled()
+    for image in ("train/cat/1.png", "train/dog/1.png", "val/cat/2.png", "val/dog/2.png"):
+        (tmp_path / "images" / image).parent.mkdir(parents=True)
+        (tmp_path / "images" / image).touch()
+    expect(page.get_by_role("button", name="Start")).to_be_enabled()
+
+
 def test_a_group_counts_what_was_changed_and_what_is_to_mend_while_one_types(page: Page, site: Dashboard):
     open_launch(page, site)
     title = page.locator(".st-key-group_optimization summary")
