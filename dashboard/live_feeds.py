@@ -34,16 +34,6 @@ NOTICED_MOST = 3
 ENDED_STATES = frozenset(str(status) for status in runs.RunStatus if status.ended)
 
 
-class _WatchedSeries(RunSeries):
-    """A run's series that also keeps, among the events, what was noticed while the ranks trained."""
-
-    def _take(self, attempt: int, rank: int, records: list[dict[str, Any]]) -> None:
-        super()._take(attempt, rank, records)
-        noticed = [r for r in records if r.get("event") in ("watch", "skipped")]
-        if noticed:
-            self.events.setdefault(rank, []).extend({"rank": rank, **r, "attempt": attempt} for r in noticed)
-
-
 class RunFeed:
     """One run's directory, followed.
 
@@ -129,7 +119,7 @@ class RunFeed:
             self.read = False
             self.logs = {}
             self.nonce = secrets.token_hex(4)
-            self.series = _WatchedSeries(run.path)
+            self.series = RunSeries(run.path)
             self.hardware = HardwareSeries(run.path)
             self.log = Events(run.events_file)
         self.shown, self.error = shown, error

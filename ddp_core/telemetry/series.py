@@ -25,7 +25,7 @@ __all__ = ["HardwareSeries", "HardwareTable", "RankSeries", "RunSeries"]
 
 Axis = Literal["step", "ts", "epoch"]
 
-_KEPT_EVENTS = frozenset({"start", "joined", "resumed", "checkpoint", "warning", "end"})
+_KEPT_EVENTS = frozenset({"start", "joined", "resumed", "checkpoint", "warning", "watch", "skipped", "end"})
 _SETTLED_NS = 2_000_000_000  # a folder that changed less long ago may change again within its time's precision
 
 
@@ -165,7 +165,8 @@ class RunSeries:
     Attributes:
         ranks: The columns of each rank.
         attempts: Attempts seen, in order.
-        events: Events of each rank's logs, in order, each with its ``attempt`` and ``rank``.
+        events: Events of each rank's logs, in order, each with its ``attempt`` and the ``rank`` it is about: the
+            log's own, unless the event names another.
         generation: Changes whenever points were taken back, so that what was drawn before is void.
         world_size: Number of ranks of the newest attempt, 0 while unknown.
         caught_up: False if the last poll left something to be read at once.
@@ -305,7 +306,7 @@ class RunSeries:
             self.ranks = dict(sorted(self.ranks.items()))
         for record in records:
             if "event" in record and str(record["event"]) in _KEPT_EVENTS:
-                self.events.setdefault(rank, []).append({**record, "attempt": attempt, "rank": rank})
+                self.events.setdefault(rank, []).append({"rank": rank, **record, "attempt": attempt})
                 if record["event"] == "start" and isinstance(record.get("world_size"), int):
                     self.world_size = record["world_size"]
         rows = [r for r in records if "event" not in r and _has_step(r)]
