@@ -140,9 +140,10 @@ def test_a_process_is_known_by_its_start_after_the_boot_whatever_the_clock_says(
 
 def test_a_supervisor_is_replaced_though_the_clock_was_set_back(tmp_path, monkeypatch):
     run = RunDir(tmp_path)
-    write_state(run.state_file, RunState(id="x-1", since=0, created=time.time() + 3600, nproc_per_node=1, mark="m"))
+    later = time.time() + 3600
+    write_state(run.state_file, RunState(id="x-1", since=later, created=later, nproc_per_node=1, mark="m"))
     started: list[RunDir] = []
-    monkeypatch.setattr(actions, "_start_supervisor", started.append)
+    monkeypatch.setattr(actions, "start_supervisor", started.append)
     actions.ensure_supervised(run)
     actions.ensure_supervised(run)
     assert started == [run]
@@ -150,7 +151,7 @@ def test_a_supervisor_is_replaced_though_the_clock_was_set_back(tmp_path, monkey
 
 def test_the_logs_go_on_with_the_next_attempt_and_end_with_half_a_line(tmp_path, monkeypatch):
     run = RunDir(tmp_path)
-    monkeypatch.setattr(actions, "_start_supervisor", lambda _: None)
+    monkeypatch.setattr(actions, "start_supervisor", lambda _: None)
 
     def attempt(number: int, text: str, status: RunStatus) -> None:
         file = tmp_path / "logs" / "x" / f"attempt_{number}" / "0" / "stdout.log"
